@@ -21,6 +21,7 @@ import threading
 import unittest
 import warnings
 from datetime import timedelta
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -34,6 +35,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd as aot_backend
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.utils import counters
 from torch._functorch import aot_autograd, config, partitioners
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
@@ -1494,6 +1496,22 @@ class StepBudgetTest(TestCase):
             wanted = unbudgeted(Net(dynamic=False), x)
             self.assertEqual(found[k], wanted, rtol=0, atol=0)
 
+    def test_one_thread_compiles_at_a_time(self):
+        compiled = []
+
+        def note(module, inputs):
+            compiled.append(compile_lock._is_owned())
+            return make_boxed_func(module)
+
+        partition = partitioners.min_cut_rematerialization_partition
+        backend = aot_backend(fw_compiler=note, partition_fn=partition)
+        model, budget = Net(backend=backend), StepBudget(share=0.5)
+        steps(budget, model, batch(), count=1)
+        compiled.clear()
+        steps(budget, model, batch(), count=1)
+        self.assertTrue(compiled)
+        self.assertTrue(all(compiled))
+
     def test_invalid_values(self):
         for message, options in (
             ("share is 2; it must be a number from 0 to 1", {"share": 2}),
@@ -1534,6 +1552,24 @@ class StepBudgetTest(TestCase):
             ("512", 512),
         ):
             self.assertEqual(StepBudget(device_bytes=given).device_bytes, nbytes)
+        self.assertIs(type(StepBudget(share=Fraction(1, 2)).share), float)
+
+    def test_sizes_that_depend_on_data(self):
+        weight = torch.randn(WIDTH, 4 * WIDTH, requires_grad=True)
+
+        @torch.compile(backend=AOT)
+        def loss_of_positive_rows(x):
+            rows = (x[:, 0] > 0).nonzero().squeeze(1)
+            return (x[rows] @ weight).square().mean()
+
+        capture = {"capture_dynamic_output_shape_ops": True}
+        with (
+            torch._dynamo.config.patch(capture),
+            self.assertLogs(*LOG) as logs,
+            StepBudget(share=0.5),
+        ):
+            loss_of_positive_rows(batch()).backward()
+        self.assertIn("the size of nonzero depends on data", logs.output[0])
 
     def test_a_copy_is_a_new_budget(self):
         budget = StepBudget(device_bytes="1KiB", strict=True)

@@ -176,6 +176,57 @@ class StepLoopsTest(TestCase):
         self.assertIn("a step held", logs.output[0])
         self.assertLessEqual(peaks[-1], 1.005 * budget.plan.allowed)
 
+    def test_eager_code_that_holds_more_out_of_sight(self):
+        model, cache = Net(2), []
+
+        def step(at):
+            # Nothing of it is there when a step starts.
+            cache.append(torch.empty(2**20 * (at > 3), dtype=torch.uint8))
+            model(batch(512)).square().mean().backward()
+            model.zero_grad()
+            cache.clear()
+
+        budget = StepBudget(share=0.5)
+        with self.assertLogs(*LOG) as logs:
+            peaks = self.run_steps(budget, step, 70)
+        self.assertEqual(len(logs.output), 1)
+        self.assertIn("a step held", logs.output[0])
+        self.check(budget, peaks[-1])
+
+    @parametrize("place", ("outside", "inside"))
+    def test_inputs_that_get_gradients(self, place):
+        model, kept = Net(2), []
+
+        def step(at):
+            x = batch(512) if place == "inside" else given[at]
+            x.requires_grad_()
+            penalty = x.square().mean()
+            penalty.backward()
+            model(x).square().mean().backward()
+            model.zero_grad()
+            # As with `loss = ...` in a loop, which keeps the input alive as well.
+            kept[:] = [penalty]
+            given[at] = None
+
+        given = [batch(512) for _ in range(6)]
+        budget = StepBudget(share=0.5, strict=True)
+        with self.assertNoLogs(*LOG):
+            peaks = self.run_steps(budget, step, 6)
+        self.check(budget, peaks[-1])
+
+    def test_parameters_that_are_plain_tensors(self):
+        model = Net(2)
+        scale = torch.full((512, WIDTH), 2.0, requires_grad=True)
+
+        def step(_):
+            scale.square().mean().backward()
+            (model(batch(512) * scale)).square().mean().backward()
+
+        budget = StepBudget(share=0.5, strict=True)
+        with self.assertNoLogs(*LOG):
+            peaks = self.run_steps(budget, step)
+        self.check(budget, peaks[-1])
+
     @parametrize("share_of_peak", (0.3, 1.5))
     def test_plans_are_replaced_only_where_they_hold_more(self, share_of_peak):
         model, x, plans = Net(), batch(), []

@@ -169,4 +169,7 @@ def one_bound(**bounds: Any) -> dict[str, Any]:
                 raise ValueError(f"{name} is {value!r}; it {error}") from None
         elif not _is_number(value, 0, 1):
             raise ValueError(f"share is {value!r}; it must be a number from 0 to 1")
+        elif type(value) is not int:
+            # A scalar of numpy or a fraction cannot be stored in a file of plans.
+            asked[name] = float(value)
     return asked

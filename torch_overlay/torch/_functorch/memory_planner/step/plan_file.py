@@ -117,7 +117,7 @@ class PlanFile:
         if not self.path.parent.is_dir():
             raise FileNotFoundError(f"no such folder: {self.path.parent}")
         if self.path.exists() and self._content() is None:
-            raise ValueError(f"{path} exists and is not the file of a StepBudget")
+            raise ValueError(f"{self.path} exists and is not the file of a StepBudget")
 
     def read(self) -> tuple[Optional[StoredStep], str]:
         """The stored step and "", or None and why there is none: "" without a file."""

@@ -14,6 +14,7 @@ from typing import Any, Optional, TYPE_CHECKING
 
 import torch
 from torch._guards import TracingContext
+from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
@@ -254,9 +255,16 @@ class Recorder(TorchDispatchMode):
         return [leaf for leaf in self.leaves.values() if leaf.grad is not None]
 
     def with_new_gradients(self) -> list[torch.Tensor]:
-        """The parameters that have a gradient now, but had none at the step's start."""
-        leaves = self.with_gradients()
-        return [leaf for leaf in leaves if id(leaf) not in self._had_gradients]
+        """The parameters that have a gradient now, but had none at the step's start.
+
+        Not plain tensors, such as a batch whose gradient was asked for: the next step
+        may have another one.
+        """
+        return [
+            leaf
+            for leaf in self.with_gradients()
+            if isinstance(leaf, Parameter) and id(leaf) not in self._had_gradients
+        ]
 
     def gradients(self, of: Optional[Iterable[torch.Tensor]] = None) -> set[int]:
         """The live storages of some parameters' gradients, by default of all."""

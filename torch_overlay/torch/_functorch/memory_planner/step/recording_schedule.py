@@ -7,6 +7,8 @@ __all__ = ["MOST_RECORDED", "Recording"]
 
 # Most steps recorded while waiting for an unplanned call pattern to recur.
 MOST_RECORDED = 8
+# After how many steps the first of those are recorded that only check.
+_FIRST_CHECK = 64
 
 
 class Recording:
@@ -21,6 +23,7 @@ class Recording:
         self.expects_new = True
         # Steps until recording may start again, and the pause that is part of them.
         self._wait = self._pause = 0
+        self._steps, self._next_check = 0, _FIRST_CHECK
         # Whether no training step was recorded yet; steps that did not train.
         self._is_first, self._idle = True, 0
 
@@ -32,9 +35,19 @@ class Recording:
             self._pause = 2 * self._pause + 1
             self._wait = count + self._pause
 
-    def end_step(self) -> None:
-        """A step ended without an exception."""
+    def end_step(self, counts_peak: bool) -> None:
+        """A step ended without an exception.
+
+        Unless the device ``counts_peak``, nothing but a recording notices that eager
+        code holds more than it did.  So some more steps are recorded, ever fewer.
+        """
         self._wait = max(self._wait - 1, 0)
+        self._steps += 1
+        if self._steps == self._next_check:
+            self._next_check *= 2
+            if not counts_peak:
+                # Two, as programs may take turns.
+                self.left = max(self.left, 2)
 
     def recorded_without_backward(self) -> bool:
         """A recorded step had no backward; returns whether that is worth a warning.

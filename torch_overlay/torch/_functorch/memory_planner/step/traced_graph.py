@@ -51,10 +51,13 @@ def context_of_tracing() -> Callable[[], AbstractContextManager[None]]:
 
     @contextmanager
     def as_traced() -> Iterator[None]:
+        from torch._dynamo.convert_frame import compile_lock
         from torch._inductor.virtualized import V
 
         with (
-            # As Dynamo does: a caller's modes would see what is compiled.
+            # As Dynamo does: one thread compiles at a time, and a caller's modes would
+            # see what is compiled.
+            compile_lock,
             _disable_current_modes(),
             tracing(traced),
             compile_context(compiled),

@@ -67,8 +67,9 @@ def head_of(graph: Graph) -> Optional[tuple[int, int, int]]:
 
 
 def has_symbolic_sizes(graph: Graph) -> bool:
-    given = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
-    return any(isinstance(value, torch.SymInt) for value in given)
+    """Whether sizes vary, those of inputs or of what a node makes of its data."""
+    shapes = (getattr(node.meta.get("val"), "shape", ()) for node in graph.nodes)
+    return any(type(size) is not int for shape in shapes for size in shape)
 
 
 def is_last_product(node: Node) -> bool:
