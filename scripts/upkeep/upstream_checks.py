@@ -71,7 +71,9 @@ def check(
     )
     with _work_tree(target, branch) as tree:
         if (tree / ".lintrunner.toml").is_file():
-            words = "in the checkout, on the branch: lintrunner init; lintrunner -r HEAD^"
+            words = (
+                "in the checkout, on the branch: lintrunner init; lintrunner -r HEAD^"
+            )
             yield Check("the tree's own linters", None, words)
         link = [sys.executable, "-m", "upkeep.checkout", "link", str(tree)]
         done = _run(link, REPOSITORY / "scripts")

@@ -25,7 +25,6 @@ from torch._inductor import config
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["DeferredKernels", "deferrable", "deferring", "loads_kernels"]
 
 # The methods of AsyncCompile whose kernels can wait; others compile at once.
 _METHODS = ("triton", "cpp", "cpp_pybinding", "cutlass", "rocm")

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["WrapperMemory", "wrapper_memory"]
 
 # Functions that return an alias of their first argument, and methods, of their object.
 _ALIASING = ("as_strided", "copy_if_misaligned", "reinterpret_tensor", "view")

@@ -56,8 +56,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["within_peak"]
-
 
 # The most times that a graph is compiled; a fourth plan was hardly ever better.
 TRIES = 3

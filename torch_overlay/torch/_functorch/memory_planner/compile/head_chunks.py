@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["ChunkedRequest", "partition_in_chunks"]
 
 # The key of a graph module's meta under which the chunker says why it did nothing.
 NOT_CHUNKED = "not_chunked"

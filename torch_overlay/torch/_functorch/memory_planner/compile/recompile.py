@@ -20,15 +20,6 @@ if TYPE_CHECKING:
     import torch.fx as fx
     from torch.fx import Node
 
-__all__ = [
-    "copy_of",
-    "fresh_copy",
-    "has_nested_regions",
-    "partition_by",
-    "same_nodes_in",
-    "takes_request",
-]
-
 
 def takes_request(partition: Callable[..., Any]) -> bool:
     """Whether a partitioner accepts a request and does not have one yet."""

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from ..peak.curve import Choice, Moments
 
 
-__all__ = ["Search"]
-
-
 class Search:
     """The plans of a step's graphs, or of a graph by itself.
 

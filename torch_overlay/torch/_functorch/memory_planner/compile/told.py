@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from ...._inductor.wrapper_memory import WrapperMemory
     from ..graph.inputs_outputs import Missing
 
-__all__ = ["GUARD", "CompiledPeaks", "can_guard", "told_peaks"]
 
 _MOST_OF_PEAK = "fusion_memory_timeline_peak_memory_pct_threshold"
 # The option of inductor, with its value, that keeps fusions from raising the peak.  It

@@ -16,14 +16,6 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
 
-__all__ = [
-    "boxed_call",
-    "name_of_module_or_function",
-    "with_boxed_inputs",
-    "with_results_run_by",
-]
-
-
 def boxed_call(function: Callable[..., Any], *arguments: Any) -> Any:
     """Bind all arguments but the last, which is AOTAutograd's boxed list of inputs."""
     call: Any = functools.partial(function, *arguments)

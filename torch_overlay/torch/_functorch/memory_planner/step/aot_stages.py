@@ -27,8 +27,6 @@ from .current_step import running_step
 from .recorder import storages_in
 from .single_graph_warnings import with_warnings
 
-__all__ = ["track_inference_graphs", "track_training_graphs"]
-
 
 def track_training_graphs(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``aot_stage2_autograd``, so that steps can compile graphs by other plans."""

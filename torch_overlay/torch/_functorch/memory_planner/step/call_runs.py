@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from .partial_backward import Backward
 
 
-__all__ = ["Call"]
-
-
 @dataclass(eq=False)
 class Call:
     """A forward that ran, its backward, and the storages that it read and returned."""

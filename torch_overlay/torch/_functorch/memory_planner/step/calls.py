@@ -35,13 +35,6 @@ if TYPE_CHECKING:
     from .recorder import Recorder
 
 
-__all__ = [
-    "State",
-    "Step",
-    "is_trained",
-    "slots_of",
-]
-
 # Scales that differ by a smaller factor are the same.
 _ROUNDED = 1 + 1e-6
 

@@ -52,9 +52,6 @@ if TYPE_CHECKING:
     from .calls import Step
 
 
-__all__ = ["CompiledGraph"]
-
-
 class _Code(NamedTuple):
     """The code of a plan, with AOTAutograd's metadata and the outputs that it saves.
 

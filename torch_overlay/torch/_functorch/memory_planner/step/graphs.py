@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from .compiled_graph import CompiledGraph
 
 
-__all__ = ["Graph", "Graphs"]
-
-
 class Graph:
     """A graph that a step calls, and its plans, for the largest calls seen so far.
 

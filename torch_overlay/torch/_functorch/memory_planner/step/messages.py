@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["StepBudgetError", "StepWarnings"]
 
 # This many plans are logged at first, and then every tenth.
 _TOLD = 3

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["Backward"]
-
 
 class Backward:
     """A compiled backward, also for calls that miss some of the tangents.

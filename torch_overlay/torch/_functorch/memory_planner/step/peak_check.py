@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from .messages import StepWarnings
 
 
-__all__ = ["NEGLIGIBLE", "SLACK", "DeviceBytes", "PeakWatch", "memory_of"]
-
 # The share by which a step may exceed what is allowed without a warning.
 SLACK = 0.005
 # The share by which a device's count may differ from the prediction.

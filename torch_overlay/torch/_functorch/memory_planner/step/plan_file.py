@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from .graphs import Graph
 
 
-__all__ = ["PlanFile", "StoredGraph", "StoredStep", "key_of"]
-
 _FORMAT = "plan of a StepBudget"
 _VERSION = 2
 

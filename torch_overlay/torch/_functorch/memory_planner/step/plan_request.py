@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ..graph.joint import BudgetedGraph
     from .compiled_graph import CompiledGraph
 
-__all__ = ["PlanRequest"]
-
 
 class PlanRequest(NamedTuple):
     """A request for a graph's ``plan``; None asks for the plan of the first call.

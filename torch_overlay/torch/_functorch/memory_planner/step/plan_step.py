@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from .step_programs import LearnedPrograms
 
 
-__all__ = ["Bound", "PlannedStep", "Present", "plan_step"]
-
 # The most times that plans are compiled.
 _TRIES = 4
 

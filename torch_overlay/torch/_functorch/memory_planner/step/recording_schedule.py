@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 
-__all__ = ["MOST_RECORDED", "Recording"]
-
 # Most steps recorded while waiting for an unplanned call pattern to recur.
 MOST_RECORDED = 8
 # After how many steps the first of those are recorded that only check.

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["CALL", "is_compiled", "node_of_backward", "with_warnings"]
 
 # Under this key, the autograd node of a compiled backward stores its call; None once
 # that has ended.

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from .graphs import Graph
     from .recorder import Recorder
 
-__all__ = ["LearnedPrograms", "StepProgram", "dropped_before", "step_program_of"]
 
 # Maximum number of programs that are told apart.
 _PROGRAMS = 32

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from .recorder import Recorder
 
 
-__all__ = ["Bytes", "Event", "StepTimeline", "keep_largest", "peak_under_plans"]
-
-
 class Bytes(NamedTuple):
     """The bytes of eager code: all, what no input's size changes, and gradients."""
 

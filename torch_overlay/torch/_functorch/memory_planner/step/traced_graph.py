@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from ..peak.menu import Menu
 
 
-__all__ = ["TracedGraph", "context_of_tracing"]
-
 # How close to the lowest peak a step's first plans come.
 _CLOSE = 1.06
 # Calls of a model's part that are assumed to be alive at once, until a step is seen.

@@ -37,18 +37,6 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-__all__ = [
-    "amplified",
-    "call_with_meta_of",
-    "compute_on_rows",
-    "has_symbolic_sizes",
-    "head_of",
-    "is_last_product",
-    "is_returned",
-    "shape_of",
-    "slice_of_rows",
-]
-
 
 def head_of(graph: Graph) -> Optional[tuple[int, int, int]]:
     """The rows, inner size and columns of the product to divide into chunks, as counts.

@@ -16,18 +16,6 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-__all__ = [
-    "accumulator_dtype",
-    "has_only_later_dims",
-    "is_made_before",
-    "is_made_once",
-    "is_pointwise",
-    "is_same_for_all_chunks",
-    "mark_made_before",
-    "mutates",
-    "needs_sum",
-    "positive_dims",
-]
 
 _POINTWISE = (prims.convert_element_type.default,)
 
