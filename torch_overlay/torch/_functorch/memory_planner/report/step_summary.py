@@ -158,7 +158,7 @@ class StepSummary:
             filter(None, (f"figures are {self.source}", self.more_work))
         )
         return [
-            "StepBudget: {} predicted{}, {} allowed (floor: {}, no budget: {}; "
+            "StepBudget: {} predicted{}, {} allowed (floor: {}, fastest: {}; "
             "{})".format(sizes[0], measured, *sizes[1:], what),
             f"live at step start: {format_bytes(self.given)}, of which "
             f"{format_bytes(self.parameters)} parameters and "

@@ -63,7 +63,7 @@ class StepBudget(StepWarnings):
     """A bound on the peak of each training step that runs within ``with budget:``.
 
     Args:
-        share: from 0 (the lowest peak found) to 1 (the peak without a budget).
+        share: from 0 (the lowest peak found) to 1 (the peak of the fastest plan).
         peak_bytes: the most bytes that may be live beyond those live at the step's
             start (parameters, optimizer states, the batch, gradients that are not
             None): a number, which is rounded down, or text such as "24GiB" (2**30 bytes
