@@ -285,6 +285,14 @@ class HeadChunksTest(TestCase):
         self.assertEqual(found, in_eager())
         self.assertIn("its sizes vary", last_plan().head.why_whole)
 
+    def test_numbers_that_vary(self):
+        with compiling(activation_memory_peak_bytes=MB):
+            model = Model()
+            scaled = torch.compile(lambda *given, scale: model(*given) * scale)
+            for scale in (2, 3):
+                gradients(model, functools.partial(scaled, scale=scale))
+        self.assertIn("its sizes vary", last_plan().head.why_whole)
+
     def test_sizes_that_vary_are_no_reason_where_the_user_asks_for_chunks(self):
         with (
             compiling(activation_memory_peak_bytes=MB),

@@ -85,7 +85,7 @@ class StepSummary:
         predicted_peak: the plan's own.
         floor: the lowest peak that was found.
         unbudgeted: the peak of the leanest plans that, like those of budget 1,
-            recompute nothing expensive.
+            recompute nothing expensive; "fastest" in the report.
         given: what is live when the step starts.
         parameters, optimizer_states: parts of ``given``.
         cost: what the plan recomputes, in the estimator's unit.

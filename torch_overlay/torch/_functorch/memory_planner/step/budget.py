@@ -188,7 +188,7 @@ class StepBudget(StepWarnings):
             self._warn_if_unplanned(step)
 
     def _end_step(self, step: Step) -> None:
-        self._recording.end_step(self.counter.peak() is not None)
+        self._recording.end_step(self.counter.counts_peak)
         self._warn_if_unplanned(step)
         self._recording.expects_new = False
         if step.passed_over:

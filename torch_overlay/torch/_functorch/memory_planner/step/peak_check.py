@@ -50,6 +50,10 @@ class DeviceBytes:
         elif device.type == "cpu":
             self.live = _counter_of_malloc() or self.live
 
+    @property
+    def counts_peak(self) -> bool:
+        return self._counters is not None
+
     def given(self) -> int:
         """The live bytes of tensors alone; 0 where torch does not count them."""
         counters = self._counters

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 
 _FORMAT = "plan of a StepBudget"
-_VERSION = 2
+_VERSION = 3
 
 
 class StoredGraph(NamedTuple):
@@ -140,15 +141,20 @@ class PlanFile:
         choices: Mapping[int, tuple[int, ...]],
     ) -> None:
         """Store what is ``known`` and planned of a step, unless its sizes vary."""
-        from torch._inductor.codecache import write_atomic
+        if not any(graph.sizes_vary for graph in graphs.values()):
+            stored = {n: StoredGraph.of(each, choices[n]) for n, each in graphs.items()}
+            self._write(StoredStep(*known, stored))
 
-        if any(graph.sizes_vary for graph in graphs.values()):
-            return
-        stored = {n: StoredGraph.of(each, choices[n]) for n, each in graphs.items()}
-        step = _encoded(StoredStep(*known, stored))
-        content = {"format": _FORMAT, **self._origin, "step": step}
-        # Several ranks may share the file.
-        write_atomic(str(self.path), json.dumps(content))
+    def _write(self, step: StoredStep) -> None:
+        """Replace the file atomically, as several ranks may share it."""
+        content = {"format": _FORMAT, **self._origin, "step": _encoded(step)}
+        # Unlike those of tempfile, it may be read by other users.
+        new = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex}")
+        try:
+            new.write_text(json.dumps(content))
+            new.replace(self.path)
+        finally:
+            new.unlink(missing_ok=True)
 
     def _content(self) -> Optional[dict[str, Any]]:
         try:

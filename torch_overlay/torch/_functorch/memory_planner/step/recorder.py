@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ...._inductor.wrapper_memory import WrapperMemory
 
 
-__all__ = ["Recorder", "storages_in", "tensors_in"]
+__all__ = ["Event", "Recorder"]
 
 
 def _end_recording_in_child() -> None:
@@ -54,7 +54,7 @@ class Recorder(TorchDispatchMode):
 
     ``log`` has an :class:`Event` for each change, ``nbytes`` the size of each storage.
     ``given`` are the bytes that the device counts when the step starts, 0 where it does
-    not, and ``leaves`` the parameters, by identity, those known by then among them.
+    not, and ``leaves`` those of autograd, by identity, those known by then among them.
     """
 
     # Checkpoints in compiled graphs wrap random operators in higher-order ones.
@@ -90,11 +90,13 @@ class Recorder(TorchDispatchMode):
         self.leaves: weakref.WeakValueDictionary[int, torch.Tensor] = (
             weakref.WeakValueDictionary({id(leaf): leaf for leaf in leaves})
         )
-        # Parameters with a gradient when the step begins, and the gradients' storages.
+        # Leaves with a gradient when the step begins, and the gradients' storages, those
+        # of parameters among them.
         self._had_gradients = {id(leaf) for leaf in self.with_gradients()}
         gradients = [leaf.grad for leaf in self.with_gradients()]
         self.storage_numbers(gradients, is_existing=True)
         self.given_gradients = self.gradients()
+        self.given_to_parameters = self.gradients(self.parameters_with_gradients())
 
     def __enter__(self) -> Self:
         _patches.apply()
@@ -251,23 +253,24 @@ class Recorder(TorchDispatchMode):
         return {s for s, _ in self._live.values()}
 
     def with_gradients(self) -> list[torch.Tensor]:
-        """The parameters that have a gradient now."""
+        """The leaves that have a gradient now."""
         return [leaf for leaf in self.leaves.values() if leaf.grad is not None]
 
-    def with_new_gradients(self) -> list[torch.Tensor]:
-        """The parameters that have a gradient now, but had none at the step's start.
+    def parameters_with_gradients(self) -> list[torch.Tensor]:
+        """The parameters among them.
 
         Not plain tensors, such as a batch whose gradient was asked for: the next step
         may have another one.
         """
-        return [
-            leaf
-            for leaf in self.with_gradients()
-            if isinstance(leaf, Parameter) and id(leaf) not in self._had_gradients
-        ]
+        return [leaf for leaf in self.with_gradients() if isinstance(leaf, Parameter)]
+
+    def with_new_gradients(self) -> list[torch.Tensor]:
+        """The parameters that have a gradient now, but had none at the step's start."""
+        leaves = self.parameters_with_gradients()
+        return [leaf for leaf in leaves if id(leaf) not in self._had_gradients]
 
     def gradients(self, of: Optional[Iterable[torch.Tensor]] = None) -> set[int]:
-        """The live storages of some parameters' gradients, by default of all."""
+        """The live storages of some leaves' gradients, by default of all."""
         grads = [leaf.grad for leaf in (self.with_gradients() if of is None else of)]
         keys = {storage._cdata for storage in self._storages(grads)}
         return {self._live[key][0] for key in keys & self._live.keys()}

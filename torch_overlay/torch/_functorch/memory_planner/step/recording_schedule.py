@@ -22,6 +22,8 @@ class Recording:
         # Steps until recording may start again, and the pause that is part of them.
         self._wait = self._pause = 0
         self._steps, self._next_check = 0, _FIRST_CHECK
+        # How many of the next steps are recorded to check eager code.
+        self._checks = 0
         # Whether no training step was recorded yet; steps that did not train.
         self._is_first, self._idle = True, 0
 
@@ -40,11 +42,13 @@ class Recording:
         code holds more than it did.  So some more steps are recorded, ever fewer.
         """
         self._wait = max(self._wait - 1, 0)
+        self._checks = max(self._checks - 1, 0)
         self._steps += 1
         if self._steps == self._next_check:
             self._next_check *= 2
             if not counts_peak:
                 # Two, as programs may take turns.
+                self._checks = 2
                 self.left = max(self.left, 2)
 
     def recorded_without_backward(self) -> bool:
@@ -77,5 +81,5 @@ class Recording:
 
         If two take turns, the other one runs next.
         """
-        self.left = int(is_first)
+        self.left = max(int(is_first), self._checks)
         self.expects_new = is_first

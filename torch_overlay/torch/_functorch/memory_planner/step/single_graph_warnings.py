@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 # Under this key, the autograd node of a compiled backward stores its call; None once
 # that has ended.
 CALL = "activation memory budget: call"
+# The same for a graph that is planned by itself.
+_ALONE = "activation memory budget: alone"
 
 
 def is_compiled(node: Any) -> bool:
@@ -55,7 +57,7 @@ def node_of_backward(result: Any) -> Any:
     while pending:
         node, depth = pending.pop(0)
         if is_compiled(node):
-            if CALL not in node.metadata and node not in _waiting:
+            if node.metadata.keys().isdisjoint((CALL, _ALONE)):
                 return node
         elif depth:
             pending += [(n, depth - 1) for n, _ in node.next_functions if n is not None]
@@ -100,6 +102,7 @@ def with_warnings(run: Callable[..., Any], given: Sequence[Any], metadata: Any) 
         node = node_of_backward(result) if is_only else None
         if node is not None:
             _waiting[node] = plan
+            node.metadata[_ALONE] = True
             reference = weakref.ref(node)
             node.register_prehook(lambda _: _waiting.pop(reference(), None) and None)
             if len(_waiting) > 1:

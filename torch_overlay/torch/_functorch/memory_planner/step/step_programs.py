@@ -241,19 +241,19 @@ def step_program_of(
         found.replaced = {
             how: StepTimeline(recorder, how).moments for how in ("anew", "F", "B")
         }
-    elif dropped_before(recorder):
-        leaves = recorder.with_gradients()
+    elif dropped_before(recorder) and recorder.parameters_with_gradients():
+        leaves = recorder.parameters_with_gradients()
         found.replaced = {"anew": StepTimeline(recorder, given=set()).moments}
     found.leaves = [*map(weakref.ref, leaves)]
     return found
 
 
 def dropped_before(recorder: Recorder) -> str:
-    """The kind of event before which all given gradients are gone, "F" or "B".
+    """The kind of event before which parameters' old gradients are gone, "F" or "B".
 
     Empty where some stay, or go after the first backward has begun.
     """
-    given, log = recorder.given_gradients, recorder.log
+    given, log = recorder.given_to_parameters, recorder.log
     if not given or given & recorder.live_storages():
         return ""
     gone = (

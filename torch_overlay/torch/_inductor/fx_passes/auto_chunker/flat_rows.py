@@ -56,8 +56,11 @@ def head_of(graph: Graph) -> Optional[tuple[int, int, int]]:
 
 def has_symbolic_sizes(graph: Graph) -> bool:
     """Whether sizes vary, those of inputs or of what a node makes of its data."""
+    given = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
     shapes = (getattr(node.meta.get("val"), "shape", ()) for node in graph.nodes)
-    return any(type(size) is not int for shape in shapes for size in shape)
+    return any(isinstance(value, torch.SymInt) for value in given) or any(
+        type(size) is not int for shape in shapes for size in shape
+    )
 
 
 def is_last_product(node: Node) -> bool:
