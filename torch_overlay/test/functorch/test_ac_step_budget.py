@@ -239,9 +239,15 @@ def recordings():
         yield lambda: made.call_count
 
 
-def counting(live=lambda: None, peak=lambda: None):
+def counting(live=lambda: None, peak=None):
     """A device that counts these; by default nothing."""
-    return SimpleNamespace(begin=lambda: None, given=lambda: 0, live=live, peak=peak)
+    return SimpleNamespace(
+        begin=lambda: None,
+        given=lambda: 0,
+        live=live,
+        peak=peak or (lambda: None),
+        counts_peak=peak is not None,
+    )
 
 
 def counting_times(factor, budget):
