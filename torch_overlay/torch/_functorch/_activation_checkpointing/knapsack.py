@@ -89,15 +89,19 @@ def dp_knapsack(
     return found[:3]
 
 
+def ilp_knapsack(
+    memory: list[float], runtimes: list[float], max_memory: float
+) -> tuple[float, list[int], list[int]]:
+    """The same as :func:`exact_knapsack`, which solves the integer program."""
+    return exact_knapsack(memory, runtimes, max_memory)
+
+
 def dp_knapsack_sliding_hirschberg(
     memory: list[float], runtime: list[float], max_memory: float
 ) -> tuple[float, list[int], list[int]]:
     """The same as :func:`dp_knapsack`, which has no table to split."""
     return dp_knapsack(memory, runtime, max_memory)
 
-
-# That solves the integer program.
-ilp_knapsack = exact_knapsack
 
 KNAPSACK_SOLVERS: dict[str, Solver] = {
     "exact": exact_knapsack,
