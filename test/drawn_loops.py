@@ -16,6 +16,7 @@ from benchmarks.meters import allocations, digest
 from benchmarks.plans import warnings_noted
 from benchmarks.ways import OPERATORS
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 
@@ -152,6 +153,18 @@ class Lora(nn.Module):
         return (self.frozen(x) + self.up(self.down(x))).tanh()
 
 
+class SpectralNorm(nn.Module):
+    """Computes a weight from a parameter, and overwrites buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = spectral_norm(nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+
+
 class Cond(nn.Module):
     def __init__(self):
         super().__init__()
@@ -173,6 +186,7 @@ BLOCKS = {
     "codebook": lambda _: Codebook(),
     "experts": lambda _: Experts(),
     "lora": lambda _: Lora(),
+    "spectral": lambda _: SpectralNorm(),
     "cond": lambda _: Cond(),
 }
 

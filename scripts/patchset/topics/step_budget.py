@@ -23,7 +23,7 @@ partitioned and compiled again from their joint graphs.
         planner_path("step/partial_backward"),
         planner_path("step/plan_file"),
         planner_path("step/budget"),
-        planner_path("step/call_runs"),
+        planner_path("step/call"),
         planner_path("step/calls"),
         planner_path("step/graphs"),
         planner_path("step/compiled_graph"),

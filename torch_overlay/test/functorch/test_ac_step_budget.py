@@ -1441,7 +1441,7 @@ class StepBudgetTest(TestCase):
         (
             "step.compiled_graph.fresh_copy",
             "step.plan_request.PlanRequest.decide",
-            "step.call_runs.node_of_backward",
+            "step.call.node_of_backward",
             "step.recorder.Recorder.follow_storage",
             "step.recorder.Recorder.bytes_at_next_start",
             "step.calls.Step.begin",

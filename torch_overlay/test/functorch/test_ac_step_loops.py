@@ -108,7 +108,7 @@ class StepLoopsTest(TestCase):
         # Of so few rows, gradients hold more than what is saved.
         planned = StepBudget(share=1)
         self.run_dropping(planned, place, rows=16)
-        peak_bytes = 1.02 * planned.plan.unbudgeted
+        peak_bytes = 1.2 * planned.plan.unbudgeted
         torch._dynamo.reset()
         budget = StepBudget(peak_bytes=peak_bytes, strict=True)
         with self.assertNoLogs(*LOG):

@@ -89,6 +89,18 @@ class Menu:
         """The graph as it is, with its head in one piece."""
         return self.variants[1].model
 
+    def no_larger_than(self, plan: Footprint) -> Footprint:
+        """The first plan that costs no more than ``plan`` and never holds more, or it."""
+        found = [
+            each
+            for each in self.plans
+            if each.cost <= plan.cost and each.holds_no_more(plan)
+        ]
+        # Often, nobody else holds what a backward is given.
+        given = frozenset(i for i in self.variants[1].inputs if i >= self.primals)
+        most, *bytes_given = self._backward_bytes([plan, *found], given)
+        return next((p for p, held in zip(found, bytes_given) if held <= most), plan)
+
     def at_sizes_of(self, joint: BudgetedGraph) -> Menu:
         """The same plans for calls of the size that ``joint`` has.
 

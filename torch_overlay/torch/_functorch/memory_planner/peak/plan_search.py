@@ -294,21 +294,21 @@ def menu_of_plans(
 ) -> Menu:
     """The evaluated plans that no other beats, by rising cost.
 
-    With ``keeps_fastest``, that of budget 1 comes first, even if another beats it.
+    That of budget 1 comes first, even if another beats it, or without
+    ``keeps_fastest`` one that costs no more and never holds more, if there is one.
     """
     model = plans.graph
     found = _footprints(plans)
     best = [found[i] for i in undominated([plan[:4] for plan in found])]
-    fastest = found[0].storages
-    # Of equally cheap plans, that of budget 1 comes first.
-    best.sort(key=lambda plan: (plan.cost, plan.storages != fastest))
-    if keeps_fastest:
-        best = found[:1] + [plan for plan in best if plan.storages != fastest]
+    best.sort(key=lambda plan: plan.cost)
     primals = len(input_tensors(joint)) - len(model.tangents)
     variants = {1: Variant(model, backward_inputs(joint, model))}
     is_known = joint.ask.estimator == "flops"
     work = sum(map(flops, joint.joint.nodes)) if is_known else 0
-    return Menu(best, variants, primals, work, missing)
+    menu = Menu(best, variants, primals, work, missing)
+    first = found[0] if keeps_fastest else menu.no_larger_than(found[0])
+    rest = (plan for plan in best if plan.storages != first.storages)
+    return replace(menu, plans=[first, *rest])
 
 
 def _footprints(plans: Plans) -> list[Footprint]:

@@ -84,8 +84,8 @@ class StepSummary:
         allowed: the peak that the budget allows.
         predicted_peak: the plan's own.
         floor: the lowest peak that was found.
-        unbudgeted: the peak of the leanest plans that, like those of budget 1,
-            recompute nothing expensive; "fastest" in the report.
+        unbudgeted: the peak of plans that, like those of budget 1, recompute nothing
+            expensive, and that hold no more; "fastest" in the report.
         given: what is live when the step starts.
         parameters, optimizer_states: parts of ``given``.
         cost: what the plan recomputes, in the estimator's unit.

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachingTorchDispatchMode
 
 from ..graph.inputs_outputs import Missing
-from .call_runs import Call
+from .call import Call
 from .current_step import Caller, running
 from .recorder import storages_in
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from ..peak.menu import Menu
     from ..report.saved_values import Plan
     from .budget import StepBudget
-    from .call_runs import Call
+    from .call import Call
     from .calls import Step
 
 

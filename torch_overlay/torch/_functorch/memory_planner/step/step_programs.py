@@ -236,13 +236,14 @@ def step_program_of(
 ) -> StepProgram:
     """What a recorded ``step`` held."""
     found = StepProgram(states, step.moments, step.calls, step.scales)
+    parameters = recorder.parameters_with_gradients()
     leaves = recorder.with_new_gradients()
     if leaves:
         found.replaced = {
             how: StepTimeline(recorder, how).moments for how in ("anew", "F", "B")
         }
-    elif dropped_before(recorder) and recorder.parameters_with_gradients():
-        leaves = recorder.parameters_with_gradients()
+    elif parameters and dropped_before(recorder):
+        leaves = parameters
         found.replaced = {"anew": StepTimeline(recorder, given=set()).moments}
     found.leaves = [*map(weakref.ref, leaves)]
     return found
