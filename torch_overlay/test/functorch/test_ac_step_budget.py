@@ -20,6 +20,7 @@ import tempfile
 import threading
 import unittest
 import warnings
+import weakref
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
@@ -647,7 +648,8 @@ class StepBudgetTest(TestCase):
         leaf = torch.ones(8, requires_grad=True)
         for size in (64, 0):
             leaf.grad = torch.ones(8)
-            recorder = Recorder(torch.device("cpu"), 0, [leaf])
+            leaves = weakref.WeakValueDictionary({id(leaf): leaf})
+            recorder = Recorder(torch.device("cpu"), 0, leaves)
             leaf.grad.untyped_storage().resize_(size)
             recorder.storage_numbers(leaf.grad)
             leaf.grad = None

@@ -8,10 +8,11 @@ every buffer, and drops it after its last use::
     buf2 = torch.ops.aten.sort.default(buf1)  # two more
     del buf0, buf1
 
-So what is live at any moment follows from that code, without running it.  Both sides of
-a branch are followed, and the body of a loop twice.  The workspaces of kernels and
-operators are not counted.  Symbolic sizes are kept as expressions, so that the same code
-tells what it has live for other sizes.
+So what is live at any moment follows from that code, without running it.  It is read as
+text, as inductor's own lists of lines have branches, loops and partitions as text, too.
+Both sides of a branch are followed, and the body of a loop twice.  The workspaces of
+kernels and operators are not counted.  Symbolic sizes are kept as expressions, so that
+the same code tells what it has live for other sizes.
 """
 
 from __future__ import annotations

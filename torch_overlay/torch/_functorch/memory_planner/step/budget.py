@@ -39,7 +39,7 @@ from .messages import StepBudgetError, StepWarnings
 from .peak_check import DeviceBytes, memory_of, NEGLIGIBLE, PeakWatch, SLACK
 from .plan_file import PlanFile, StoredGraph, StoredStep
 from .plan_step import Bound, plan_step, Present
-from .recorder import Recorder
+from .recorder import Leaves, Recorder
 from .recording_schedule import MOST_RECORDED, Recording
 from .step_programs import dropped_before, LearnedPrograms, step_program_of
 from .timeline import peak_under_plans, StepTimeline
@@ -119,7 +119,7 @@ class StepBudget(StepWarnings):
         # What the last step recorded.
         self._recorded: Optional[tuple[Recorder, set[Any]]] = None
         # The parameters that the last recorded step saw.
-        self._leaves: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+        self._leaves: Leaves = weakref.WeakValueDictionary()
         # Whether something was learned that is not planned for yet.
         self._is_new = False
         # Before which kind of event old gradients have to go for the plan to fit.
@@ -270,7 +270,6 @@ class StepBudget(StepWarnings):
         # What only reference cycles keep alive will be gone in the next step.
         gc.collect()
         timeline = StepTimeline(recorder)
-        self._leaves = weakref.WeakSet(recorder.leaves.values())
         trains, recording = is_trained(states), self._recording
         leaves_much = timeline.live > NEGLIGIBLE * timeline.made
         leaves_much |= bool(self._stored and recorder.with_new_gradients())

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Event", "Recorder"]
 
+# Leaves of autograd, by identity.
+Leaves = weakref.WeakValueDictionary[int, torch.Tensor]
+
 
 def _end_recording_in_child() -> None:
     """Keep a process forked within a step, such as a data loader's, from recording."""
@@ -54,14 +57,14 @@ class Recorder(TorchDispatchMode):
 
     ``log`` has an :class:`Event` for each change, ``nbytes`` the size of each storage.
     ``given`` are the bytes that the device counts when the step starts, 0 where it does
-    not, and ``leaves`` those of autograd, by identity, those known by then among them.
+    not.  It adds the ``leaves`` of autograd that it sees to those known by then.
     """
 
     # Checkpoints in compiled graphs wrap random operators in higher-order ones.
     supports_higher_order_operators = True
 
     def __init__(
-        self, device: torch.device, given: int, leaves: Iterable[torch.Tensor] = ()
+        self, device: torch.device, given: int, leaves: Optional[Leaves] = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device.type
@@ -87,9 +90,7 @@ class Recorder(TorchDispatchMode):
         # The storages of states of optimizers that have stepped, and their bytes.
         self._states: dict[int, int] = {}
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
-        self.leaves: weakref.WeakValueDictionary[int, torch.Tensor] = (
-            weakref.WeakValueDictionary({id(leaf): leaf for leaf in leaves})
-        )
+        self.leaves = weakref.WeakValueDictionary() if leaves is None else leaves
         # Leaves with a gradient when the step begins, and the gradients' storages, those
         # of parameters among them.
         self._had_gradients = {id(leaf) for leaf in self.with_gradients()}
