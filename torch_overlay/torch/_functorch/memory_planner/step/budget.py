@@ -118,7 +118,7 @@ class StepBudget(StepWarnings):
         )
         # What the last step recorded.
         self._recorded: Optional[tuple[Recorder, set[Any]]] = None
-        # The parameters that the last recorded step saw.
+        # The leaves of autograd that recorded steps saw.
         self._leaves: Leaves = weakref.WeakValueDictionary()
         # Whether something was learned that is not planned for yet.
         self._is_new = False
