@@ -5,9 +5,12 @@ import unittest
 
 import torch
 import torch.nn.functional as F
+from functorch.compile import min_cut_rematerialization_partition, nop
+from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config, metrics
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.auto_chunker import flat_rows
-from torch._inductor.utils import run_fw_bw_and_get_code
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -19,6 +22,7 @@ from torch.testing._internal.inductor_utils import HAS_CPU
 
 
 aten = torch.ops.aten
+invoke_subgraph = torch.ops.higher_order.invoke_subgraph
 
 BATCH, TOKENS, WIDTH, WORDS = 4, 128, 64, 2048
 
@@ -58,39 +62,61 @@ def by_class(hidden, weight, words):
     return F.cross_entropy(logits, words.flatten(), weight=classes)
 
 
-@unittest.skipUnless(HAS_CPU, "inductor cannot compile for the CPU here")
-# Plain loops compile fastest.
-@config.patch({"cpp.simdlen": 1})
+def in_double(hidden, weight, words):
+    logits = F.linear(hidden, weight).flatten(0, 1).double()
+    return F.cross_entropy(logits, words.flatten()) + 1e-4 * logits.square().sum()
+
+
+def in_chunks(loss, compiler=nop):
+    """A loss whose joint graph inductor rewrites, and eager mode runs."""
+
+    def partition(module, inputs, **kwargs):
+        module = joint_graph_passes(module)
+        return min_cut_rematerialization_partition(module, inputs, **kwargs)
+
+    backend = aot_autograd(
+        fw_compiler=compiler,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+        # What overwrites a buffer is in the graph, as it is for inductor.
+        keep_inference_input_mutations=True,
+    )
+    return torch.compile(loss, backend=backend)
+
+
+def chunker(**options):
+    options = {"enable": True, "num_chunk": 4, **options}
+    return config.patch({f"auto_chunker.{name}": to for name, to in options.items()})
+
+
 @instantiate_parametrized_tests
 class AutoChunkerRowsTest(TestCase):
-    def compiled(self, loss, inputs, budget=1.0):
-        """The gradients of a loss in chunks, and the code of its backward."""
+    def gradients(self, run, inputs):
+        """The loss and its gradients, computed in chunks."""
         torch._dynamo.reset()
         metrics.reset()
-        functorch = torch._functorch.config.patch(activation_memory_budget=budget)
-        options = {
-            "auto_chunker.enable": True,
-            "auto_chunker.num_chunk": 4,
-            "auto_chunker.output_size_threshold": 0,
-        }
-        with config.patch(force_disable_caches=True, **options), functorch:
-            result, codes = run_fw_bw_and_get_code(lambda: torch.compile(loss)(*inputs))
-        self.assertEqual(metrics.num_auto_chunking, 1)
-        found = [each.grad for each in inputs if each.requires_grad]
-        for each in inputs:
-            each.grad = None
-        return [result, *found], codes[-1]
-
-    def check(self, loss, inputs, **options):
-        found, code = self.compiled(loss, inputs, **options)
-        result = loss(*inputs)
         leaves = [each for each in inputs if each.requires_grad]
-        self.assertEqual(found, [result, *torch.autograd.grad(result, leaves)])
-        return code
+        with chunker(output_size_threshold=0):
+            result = run(*inputs)
+            found = [result, *torch.autograd.grad(result, leaves)]
+        self.assertEqual(metrics.num_auto_chunking, 1)
+        return found
 
-    def test_logits_that_become_float(self):
+    def check(self, loss, inputs, run):
+        leaves = [each for each in inputs if each.requires_grad]
+        result = loss(*inputs)
+        wanted = [result, *torch.autograd.grad(result, leaves)]
+        self.assertEqual(self.gradients(run, inputs), wanted)
+
+    @unittest.skipUnless(HAS_CPU, "inductor cannot compile for the CPU here")
+    # Plain loops compile fastest.
+    @config.patch({"cpp.simdlen": 1, "force_disable_caches": True})
+    def test_inductor(self):
+        # Eager mode would add up chunks in double, whatever type the sum has.
+        self.check(in_double, given(), torch.compile(in_double))
+
         inputs = given(torch.bfloat16)
-        found, _ = self.compiled(in_float, inputs)
+        found = self.gradients(torch.compile(in_float), inputs)
         exact = [each.detach().float() for each in inputs[:2]]
         exact = [each.requires_grad_() for each in exact]
         gradients = torch.autograd.grad(in_float(*exact, inputs[-1]), exact)
@@ -101,10 +127,10 @@ class AutoChunkerRowsTest(TestCase):
         "loss", (next_words, masked, by_class), name_fn=lambda loss: loss.__name__
     )
     def test_losses_in_chunks(self, loss):
-        self.check(loss, given())
+        self.check(loss, given(), in_chunks(loss))
 
     def test_no_rows_are_made_that_are_left_out(self):
-        with config.patch({"auto_chunker.output_size_threshold": 0}):
+        with chunker(output_size_threshold=0):
             graph = make_fx(next_words)(*given()).graph
             self.assertEqual(flat_rows.head_of(graph)[0], BATCH * (TOKENS - 1))
 
@@ -115,12 +141,20 @@ class AutoChunkerRowsTest(TestCase):
         def loss(hidden, weight, words):
             return in_float(hidden, weight.exp(), words)
 
-        self.check(loss, inputs)
+        self.check(loss, inputs, in_chunks(loss))
 
     def test_chunks_are_not_repeated(self):
+        graphs = []
+
+        def compiler(module, inputs):
+            graphs.append(module.graph)
+            return nop(module, inputs)
+
         # At 0, the partitioner saves the inputs alone, whatever has to be saved.
-        code = self.check(in_float, given(), budget=0.5)
-        self.assertFalse("subgraph" in code)
+        with torch._functorch.config.patch(activation_memory_budget=0.5):
+            self.check(in_float, given(), in_chunks(in_float, compiler))
+        of = {"op": "call_function", "target": invoke_subgraph}
+        self.assertEqual([len(graph.find_nodes(**of)) for graph in graphs], [4, 0])
 
     def test_a_low_rank_product_is_no_head(self):
         hidden, weight, words = given()
@@ -137,8 +171,7 @@ class AutoChunkerRowsTest(TestCase):
         def without(hidden, down, up, back):
             return adapted(hidden, down, up, back).square().mean()
 
-        sizes = {"auto_chunker.output_size_threshold": 0}
-        with config.patch(sizes):
+        with chunker(output_size_threshold=0):
             inputs = hidden, down, up, back
             graph = make_fx(with_head)(*inputs, weight, words).graph
             self.assertEqual(flat_rows.head_of(graph)[-1], WORDS)
@@ -179,11 +212,6 @@ def picked(hidden, weight, scale, words):
     logits = logits_of(hidden, weight) * scale
     order = torch.arange(len(logits) - 1, -1, -1).view(-1, 1).expand_as(logits)
     return F.cross_entropy(logits.gather(0, order), words.flatten())
-
-
-def in_double(hidden, weight, scale, words):
-    logits = (logits_of(hidden, weight) * scale).double()
-    return F.cross_entropy(logits, words.flatten()) + 1e-4 * logits.square().sum()
 
 
 def numbered(hidden, weight, scale, words):
@@ -228,14 +256,11 @@ OTHERS = (
     of_all_and_some,
     of_two_parts,
     picked,
-    in_double,
     numbered,
     Adjusted,
 )
 
 
-@unittest.skipUnless(HAS_CPU, "inductor cannot compile for the CPU here")
-@config.patch({"cpp.simdlen": 1})
 @instantiate_parametrized_tests
 class OtherLossesTest(TestCase):
     """Whether the chunker takes them or not, they are right."""
@@ -247,10 +272,9 @@ class OtherLossesTest(TestCase):
         leaves = hidden, weight, scale
         make = loss if loss is Adjusted else lambda: loss
         found = []
-        for run in (make(), torch.compile(make())):
+        for run in (make(), in_chunks(make())):
             torch._dynamo.reset()
-            options = {"auto_chunker.enable": True, "auto_chunker.num_chunk": 4}
-            with config.patch(force_disable_caches=True, **options):
+            with chunker():
                 for _ in range(2):
                     result = run(*leaves, words)
                     # Not the factor that chunks assume.
