@@ -16,7 +16,7 @@ def main() -> None:
         vocab_size=16384,
         hidden_size=128,
         intermediate_size=344,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         use_cache=False,
     )
