@@ -70,7 +70,7 @@ partitioned and compiled again from their joint graphs.
                  compiled_fn = entry.wrap_post_compile(args, aot_config, fx_config)
 +                from ..memory_planner.step.single_graph_warnings import with_warnings
 +
-+                compiled_fn = with_warnings(compiled_fn, args, entry.runtime_metadata)
++                compiled_fn = with_warnings(compiled_fn, entry.runtime_metadata)
 """),
     since=(2, 13),
     landed=((GRAPH_COMPILE, "track_training_graphs(aot_stage2_autograd)"),),

@@ -15,6 +15,8 @@ from test_ac_step_budget import AOT, batch, Block, counting, LOG, WIDTH
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch._functorch import config
+from torch._functorch.memory_planner.graph import joint
 from torch._functorch.memory_planner.step.budget import StepBudget, StepBudgetError
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache
@@ -472,6 +474,72 @@ class StepLoopsTest(TestCase):
         with fresh_cache(), self.assertNoLogs(*LOG):
             peaks = self.run_steps(budget, step)
         self.check(budget, peaks[-1], room=0.01)
+
+    @unittest.skipIf(not HAS_CPU, "inductor needs a C++ compiler")
+    def test_results_of_kernels_without_gradients_count(self):
+        # Its last product is written into a buffer that no operator made.
+        teacher = torch.compile(nn.Linear(WIDTH, 16 * WIDTH).requires_grad_(False))
+        model, budget = Net(2, out=16 * WIDTH), StepBudget(share=0.5)
+
+        def step(at):
+            x = batch(768)
+            wanted = teacher(x)
+            F.mse_loss(model(x), wanted).backward()
+            model.zero_grad()
+
+        with fresh_cache(), self.assertNoLogs(*LOG):
+            peaks = self.run_steps(budget, step)
+        self.check(budget, peaks[-1])
+
+    def jagged(self, length):
+        """The values of three texts of about a length."""
+        texts = [torch.ones(length + more, WIDTH) for more in range(3)]
+        return torch.nested.nested_tensor(texts, layout=torch.jagged)
+
+    def test_texts_that_are_jagged(self):
+        """Their length is a size of a tensor within another."""
+        model, budget = Net(2), StepBudget(share=0.2)
+
+        def step(at):
+            x = self.jagged((40, 40, 44, 160, 160, 160)[at])
+            model(x).values().square().mean().backward()
+            model.zero_grad()
+            with torch.no_grad():
+                model(self.jagged(16))
+
+        peaks = self.run_steps(budget, step, 6)
+        self.assertGreater(peaks[-1], 2 * peaks[2])
+        self.check(budget, peaks[-1])
+
+    def test_one_graph_of_jagged_texts(self):
+        model = nn.Sequential(Block(), Block())
+        compiled = torch.compile(
+            lambda x: model(x).values().square().mean(), backend=AOT
+        )
+        with config.patch(activation_memory_peak_bytes=2**20):
+            compiled(self.jagged(40)).backward()
+            compiled(self.jagged(44)).backward()
+            with self.assertLogs(*LOG) as logs:
+                compiled(self.jagged(800)).backward()
+        self.assertIn("for 2403, ", logs.output[0])
+
+    def test_a_number_that_is_no_size(self):
+        """It differs in each step, and nothing is larger for that."""
+        model, budget = Net(2), StepBudget(share=0.2)
+        scaled = torch.compile(
+            lambda x, number: model.head(x).tanh() * (1 + number / 8), backend=AOT
+        )
+
+        def step(at):
+            x = model.blocks[0](batch())
+            scaled(x, at + 3).square().mean().backward()
+            model.zero_grad()
+
+        self.run_steps(budget, step, 3)
+        with mock.patch.object(joint.BudgetedGraph, "at_sizes") as evaluate:
+            peaks = self.run_steps(budget, lambda at: step(at + 3))
+        evaluate.assert_not_called()
+        self.check(budget, peaks[-1])
 
     def test_selective_checkpoints_around_compiled_blocks(self):
         def policy(_, operator, *args, **kwargs):

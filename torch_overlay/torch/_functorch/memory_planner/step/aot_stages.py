@@ -44,8 +44,11 @@ def track_training_graphs(compile_graph: Callable[..., Any]) -> Callable[..., An
             # Only the joint graph tells the peak of larger calls, so its compiled code
             # must not be loaded without it.
             state.aot_config = replace(state.aot_config, cache_info=None)
+        # Compiling changes the graph.
+        places = places_of_symbols(state.flat_args, capture.graph_module.graph)
+        planned = values_of_symbols(state.flat_args, places)
         run, metadata = compile_graph(*arguments)
-        return with_warnings(run, state.flat_args, metadata), metadata
+        return with_warnings(run, metadata, places, planned), metadata
 
     return compile_tracked
 
@@ -58,10 +61,10 @@ def track_inference_graphs(compile_graph: Callable[..., Any]) -> Callable[..., A
         if step is None or TracingContext.try_get() is None:
             return compile_graph(state, capture, *arguments)
         name = name_of_module_or_function() or get_aot_graph_name()
-        device = step.budget.device
+        failure, device = f"a call of {name} could not be tracked", step.budget.device
         module = capture.graph_module
-        number, places = state.aot_config.aot_id, places_of_symbols(state.flat_args)
-        largest = 0
+        number, largest = state.aot_config.aot_id, 0
+        places = places_of_symbols(state.flat_args, module.graph)
         # Compiling changes the graph. The copy shares its tensors.
         graph = GraphModule(module, copy.deepcopy(module.graph)).graph
         # A recorded step counts what the graph's kernels hold.
@@ -79,14 +82,18 @@ def track_inference_graphs(compile_graph: Callable[..., Any]) -> Callable[..., A
             step = running_step()
             if step is None or TracingContext.try_get() is not None:
                 return run(args)
-            sizes = values_of_symbols(args, places)
-            size = max(largest, math.prod(sizes))
-            state = step.begin_without_backward(number, name, size, peak(sizes))
-            if state not in step.passed_over:
-                largest = size
-            given = {storage._cdata for storage in storages_in(args)}
+            given, state = set(), None
+            with step.budget.warn_on_failure(failure):
+                given = {storage._cdata for storage in storages_in(args)}
+                sizes = values_of_symbols(args, places)
+                size = max(largest, math.prod(sizes))
+                state = step.begin_without_backward(number, name, size, peak(sizes))
+                if state not in step.passed_over:
+                    largest = size
             results = run(args)
-            step.end_without_backward(state, given, results)
+            if state is not None:
+                with step.budget.warn_on_failure(failure):
+                    step.end_without_backward(state, given, results)
             return results
 
         return boxed_call(call), metadata

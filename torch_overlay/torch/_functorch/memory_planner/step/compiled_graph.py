@@ -106,7 +106,8 @@ class CompiledGraph:
         self._tried_guarded: set[int] = set()
         self.guarded: set[int] = set()
         self._as_traced = context_of_tracing()
-        self._symbols = places_of_symbols(self._state.flat_args)
+        graph = self._capture.graph_module.graph
+        self._symbols = places_of_symbols(self._state.flat_args, graph)
         # By sizes, the bytes that a call computes over those of the graph's first one.
         self.scales: dict[tuple[int, ...], float] = {}
         # The same for the size that was traced.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, ExitStack
 from typing import Any, Optional, TYPE_CHECKING
 
 import torch
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from ...._inductor.wrapper_memory import WrapperMemory
 
-
-__all__ = ["Event", "Recorder"]
 
 # Leaves of autograd, by identity.
 Leaves = weakref.WeakValueDictionary[int, torch.Tensor]
@@ -185,12 +183,20 @@ class Recorder(TorchDispatchMode):
         self.seen_gradients |= self.gradients()
         self._ran_backward |= begin.kind == "B"
         self.log.append(begin)
+        try:
+            with self.following_nothing():
+                yield
+        finally:
+            self.log.append(begin._replace(kind=begin.kind.lower()))
+
+    @contextmanager
+    def following_nothing(self) -> Iterator[None]:
+        """Leave what runs within to a compiled graph that accounts for it."""
         self.inside += 1
         try:
             yield
         finally:
             self.inside -= 1
-            self.log.append(begin._replace(kind=begin.kind.lower()))
 
     def _storages(self, values: Any) -> Iterator[torch.UntypedStorage]:
         if self.error is not None:
@@ -364,10 +370,14 @@ def _resize_recorded_storage(storage: Any, nbytes: int) -> Any:
 
 
 def _run_recorded_graph(graph: Any, inputs: Any) -> Any:
-    result = _patches.run(graph, inputs)
-    for recorder in _recorders_of_running_steps():
-        if not recorder.inside:
-            recorder.note_run(getattr(graph, "memory", None), list(result))
+    recorders = [r for r in _recorders_of_running_steps() if not r.inside]
+    with ExitStack() as stack:
+        # The buffers that its operators are given are its own, not older than the step.
+        for recorder in recorders:
+            stack.enter_context(recorder.following_nothing())
+        result = _patches.run(graph, inputs)
+    for recorder in recorders:
+        recorder.note_run(getattr(graph, "memory", None), list(result))
     return result
 
 

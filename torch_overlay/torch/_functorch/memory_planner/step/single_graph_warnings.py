@@ -10,20 +10,21 @@ import functools
 import logging
 import operator
 import weakref
-from typing import Any, Callable, TYPE_CHECKING
+from typing import Any, Callable, Optional, TYPE_CHECKING
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from ..ask import Ask
 from ..graph.recompute_cost import size_or_hint
-from ..graph.symbols import places_of_symbols, size_evaluator, values_of_symbols
+from ..graph.symbols import size_evaluator, values_of_symbols
 from ..report.saved_values import format_bytes, logged_plan
 
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ..graph.symbols import Places
     from ..report.saved_values import Plan
 
 
@@ -81,19 +82,25 @@ def warn_of_several_calls() -> None:
     )
 
 
-def with_warnings(run: Callable[..., Any], given: Sequence[Any], metadata: Any) -> Any:
+def with_warnings(
+    run: Callable[..., Any],
+    metadata: Any,
+    places: Optional[Places] = None,
+    planned: Sequence[Any] = (),
+) -> Any:
     """Make a compiled graph warn when its own plan does not bound the peak.
 
     That is when other calls wait for their backward, too, or when a call is larger than
-    the ``given`` one that it was planned for, and is expected to exceed the limit.
-    ``metadata`` is the graph's ViewAndMutationMeta, which has the plan.
+    the sizes that it was ``planned`` for, and is expected to exceed the limit.
+    ``metadata`` is the graph's ViewAndMutationMeta, which has the plan, and ``places``
+    are those of the sizes in a call.
     """
     ask = Ask.of_config()
     plan = logged_plan(metadata)
     if plan is None or (ask.peak_bytes is None and ask.target != "peak"):
         return run
     is_only = ask.graph_calls is None
-    warn_if_over = _warns_if_over(plan, given, metadata)
+    warn_if_over = _warns_if_over(plan, metadata, places, planned)
 
     @functools.wraps(run)
     def call(args: list[Any]) -> Any:
@@ -114,28 +121,27 @@ def with_warnings(run: Callable[..., Any], given: Sequence[Any], metadata: Any) 
 
 
 def _warns_if_over(
-    plan: Plan, given: Sequence[Any], metadata: Any
+    plan: Plan, metadata: Any, places: Optional[Places], traced: Sequence[Any]
 ) -> Callable[[list[Any]], None]:
     """A function that warns if a call with some arguments should exceed the limit.
 
     It looks at sizes that no earlier ones cover, and warns of the highest peak yet.
     """
     peak, peak_at = plan.peak, getattr(metadata, "activation_memory_peak_at", None)
-    if peak is None or peak_at is None:
+    if peak is None or peak_at is None or places is None:
         return lambda args: None
-    symbols = places_of_symbols(given)
-    planned = tuple(map(size_or_hint, values_of_symbols(given, symbols)))
+    planned = tuple(map(size_or_hint, traced))
     known, most = [planned], peak.allowed
 
     def warn_if_over(args: list[Any]) -> None:
         nonlocal most
-        sizes = values_of_symbols(args, symbols)
+        sizes = values_of_symbols(args, places)
         if any(all(map(operator.le, sizes, each)) for each in known):
             return
         known.append(sizes)
         of = plan.graph, _in_words(planned), format_bytes(peak.predicted)
         try:
-            expected = peak_at(size_evaluator(symbols, sizes))
+            expected = peak_at(size_evaluator(places, sizes))
         except Exception as error:
             # The call can run without a warning.
             log.warning(
