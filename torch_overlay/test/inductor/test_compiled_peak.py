@@ -4,7 +4,7 @@
 import functools
 import re
 import unittest
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from glob import glob
 from itertools import chain
@@ -327,6 +327,32 @@ class CompiledPeakTest(TestCase):
         # By the lowest plans of both graphs it would be the floor.
         self.assertLessEqual(plan.predicted_peak, plan.allowed)
         self.assertGreater(plan.predicted_peak, (plan.floor + plan.allowed) / 2)
+
+    def test_where_nothing_fits_fusions_are_guarded_last(self):
+        # The estimate counts what they hold, so no plan holds more than estimated.
+        def step(budget, **options):
+            torch.manual_seed(0)
+            blocks = [Wide() for _ in range(LAYERS)]
+            model = torch.nn.Sequential(*blocks, torch.nn.Linear(64, 8))
+            x = torch.randn(512, 64)
+            with budgeted(0, **options):
+                compiled = torch.compile(
+                    lambda x: F.cross_entropy(model(x), x[:, :8].argmax(1))
+                )
+                for _ in range(2):
+                    with budget or nullcontext():
+                        compiled(x).backward()
+                    model.zero_grad()
+
+        step(None)
+        most = int(0.85 * saved_report.last_plan().peak.predicted)
+        with self.assertNoLogs("torch._functorch", "WARNING"):
+            step(None, activation_memory_peak_bytes=most)
+            self.assertLessEqual(saved_report.last_plan().peak.predicted, most)
+            if step_budget is not None:
+                budget = step_budget.StepBudget(peak_bytes=most)
+                step(budget)
+                self.assertLessEqual(budget.plan.predicted_peak, most)
 
     def test_fusions_are_guarded_first(self):
         (name, value), limits = *told_module.GUARD.items(), []

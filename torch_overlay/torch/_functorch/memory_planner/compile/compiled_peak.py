@@ -5,8 +5,8 @@ from the wrappers that inductor generates (:mod:`torch._inductor.wrapper_memory`
 that exceeds the peak asked for, the joint graph is split and compiled again before
 anything runs: first by the same plan without the fusions that raise a graph's peak,
 then by other plans.  These are chosen by estimates, corrected by what was told.  If
-all that ``TRIES`` compiles give exceeds the peak, the lowest is kept, and a warning has
-both numbers.
+all that ``TRIES`` compiles give exceeds the peak, and the lowest does so without these
+fusions, too, that is kept, and a warning has both numbers.
 
 A backward is therefore compiled with its forward, not when it first runs.  But the
 compilation of kernels waits until a plan is kept
@@ -268,8 +268,11 @@ class _Compiles:
         if following is not None:
             # Guarded if the plan compiled last holds less that way.
             return _Try(following.only, self._guards[plan])
+        allowed, kept, _ = self._plan_to_keep()
+        guarded = _Try(kept.only, True)
+        if kept.peak > allowed and guarded not in self._kernels and can_guard():
+            return guarded
         self.is_last = True
-        _, kept, _ = self._plan_to_keep()
         return _Try(kept.only, self._guards.get(kept.only, False))
 
     def _plan_to_keep(self) -> tuple[int, Choice, Curve]:

@@ -204,10 +204,12 @@ class CompiledGraph:
             self._instead[known] = next(good, plan)
         return self._instead[known]
 
-    def compile(self, plans: Iterable[int], budget: StepBudget) -> None:
+    def compile(self, plans: Iterable[int], budget: StepBudget, are_over: bool) -> None:
         """Compile plans that have not been, and list the first one in `plans()`.
 
-        Kernels are left for later, as a plan may be replaced before it runs.
+        Those that hold more than estimated, or ``are_over`` what is allowed, are also
+        compiled with fusions guarded.  Kernels are left for later, as a plan may be
+        replaced before it runs.
         """
         plans = [*plans]
         self._adopt_plans_of_graph()
@@ -219,7 +221,8 @@ class CompiledGraph:
                     self._codes[plan] = self._compile_by_plan(plan)
             margin = self.traced.joint.ask.peak_margin
             is_guarded = plan in self._tried_guarded or not can_guard()
-            if not is_guarded and self.plans.holds_more(plan, margin):
+            is_over = are_over or self.plans.holds_more(plan, margin)
+            if is_over and not is_guarded:
                 self._tried_guarded.add(plan)
                 failure = f"{self.graph.name} failed to compile with fusions guarded"
                 # On failure, what was compiled stays, and is known to hold more.
@@ -230,7 +233,7 @@ class CompiledGraph:
     def _code_of_plan(self, plan: int, budget: StepBudget) -> _Code:
         """The code of a plan, with its kernels; the first plan's if that fails."""
         if plan not in self._codes:
-            self.compile([plan], budget)
+            self.compile([plan], budget, False)
         code = self._codes[plan]
         if code.kernels is not None:
             self._codes[plan] = self._first_code

@@ -82,7 +82,7 @@ def plan_step(
     present: Present,
     missed: int,
     growth: Mapping[int, float],
-    compile_plans: Callable[[Iterable[Choice]], None],
+    compile_plans: Callable[[Iterable[Choice], bool], None],
 ) -> PlannedStep:
     """Choose plans within a bound, by the bytes that compiled plans turn out to hold.
 
@@ -94,7 +94,8 @@ def plan_step(
         missed: the bytes of the bound to leave free.
         growth: by graph number, the factor by which its calls are expected to grow.
         compile_plans: compiles each graph by some plans, and records in the graphs'
-            menus what these hold.
+            menus what these hold.  Plans that are over, as its second argument says,
+            are also compiled without fusions that raise the peak.
 
     Each graph is compiled O(``_TRIES``) times.
     """
@@ -115,12 +116,14 @@ def plan_step(
     margin = max(margins, default=0.0)
     search = Search(menus, learned.calls, rest, margin, _TRIES)
 
-    compile_plans(
-        search.plans_to_compile(lambda: bound.allowed(search, present) - missed)
-    )
+    plans = search.plans_to_compile(lambda: bound.allowed(search, present) - missed)
+    compile_plans(plans, False)
     asked = bound.allowed(search, present)
     allowed, plan, curve = search.plan_to_keep(asked, bound.share, missed)
-    compile_plans([plan])
+    if plan.peak > allowed - missed:
+        compile_plans([plan], True)
+        allowed, plan, curve = search.plan_to_keep(asked, bound.share, missed)
+    compile_plans([plan], False)
     idle = moments.get(frozenset())
     spare = allowed - missed - (idle.total if idle is not None else 0)
     facts = moments, learned.calls, graphs, allowed, present, bound.counted(present)
