@@ -541,6 +541,21 @@ class StepLoopsTest(TestCase):
         evaluate.assert_not_called()
         self.check(budget, peaks[-1])
 
+    def test_steps_of_two_precisions(self):
+        """They have graphs of their own, and the plan is for both."""
+        model, budget = Net(2), StepBudget(share=0.5)
+
+        def step(at):
+            with torch.autocast("cpu", torch.bfloat16, enabled=at % 2 == 1):
+                loss = model(batch()).square().mean()
+            loss.backward()
+            model.zero_grad()
+
+        with self.assertNoLogs(*LOG):
+            *_, full, cast = self.run_steps(budget, step, 8)
+        self.assertEqual(len(budget.plan.graphs), 4)
+        self.check(budget, max(full, cast))
+
     def test_selective_checkpoints_around_compiled_blocks(self):
         def policy(_, operator, *args, **kwargs):
             saves = operator == torch.ops.aten.addmm.default

@@ -354,6 +354,31 @@ class CompiledPeakTest(TestCase):
                 step(budget)
                 self.assertLessEqual(budget.plan.predicted_peak, most)
 
+    @unittest.skipUnless(step_budget, "a patch of its own brings the step's budget")
+    def test_guarded_fusions_of_another_size(self):
+        torch.manual_seed(0)
+        blocks = [Wide() for _ in range(LAYERS)]
+        model = torch.nn.Sequential(*blocks, torch.nn.Linear(64, 8))
+        compiled = torch.compile(
+            lambda x: F.cross_entropy(model(x), x[:, :8].argmax(1))
+        )
+        budget = step_budget.StepBudget(share=0.2)
+
+        def peak(rows):
+            def step():
+                with budget:
+                    compiled(x).backward()
+                model.zero_grad()
+
+            x = torch.randn(rows, 64)
+            return live_at_most(step)
+
+        with budgeted(1), self.assertNoLogs("torch._functorch", "WARNING"):
+            *_, measured = map(peak, (512, 384, 512))
+        plan = budget.plan
+        self.assertLess(abs(measured - plan.predicted_peak), 0.02 * measured)
+        self.assertLessEqual(measured, plan.allowed)
+
     def test_fusions_are_guarded_first(self):
         (name, value), limits = *told_module.GUARD.items(), []
         usual = getattr(inductor_config, name)

@@ -358,6 +358,9 @@ class CompiledGraph:
                 self.scales[()] = 1.0
         else:
             self.graph, self.plans = known, known.plans.at_sizes_of(joint)
+            other = known.current()
+            if other is not None:
+                self.guarded |= other.guarded
             more = times_larger(self.plans.model, known.plans.model)
             self._scale = known.scale * more
         self.first = step.plan_of(self.graph, step.next_slot(self.graph))

@@ -16,6 +16,7 @@ from torch._guards import compile_context, CompileContext, tracing, TracingConte
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.traceback import _get_memory_budget_annotation
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from ..graph.other_sizes import calls_and_storages
 from ..peak.plan_search import menu_with_chunks, plan_graph
@@ -114,7 +115,15 @@ class TracedGraph:
         model, static = self.joint.model, self._state.fw_metadata.static_input_indices
         shapes = [tuple(self._state.flat_args[i].shape) for i in static]
         ends = len(model.outputs), len(model.tangents), len(model.gradients)
-        return calls_and_storages(model)[0], self.joint.num_fwd_outputs, ends, shapes
+        computed = tree_leaves([each.node.meta.get("val") for each in model.operators])
+        # Autocast makes another graph of the same code.
+        precisions = {
+            value.dtype
+            for value in computed
+            if isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+        }
+        calls, _ = calls_and_storages(model)
+        return calls, self.joint.num_fwd_outputs, ends, shapes, precisions
 
     def plans_for(self, missing: Optional[Missing]) -> tuple[Menu, int]:
         """Plans for calls whose backward misses this, and the index of the lean one.
