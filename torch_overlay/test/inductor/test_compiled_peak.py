@@ -345,7 +345,7 @@ class CompiledPeakTest(TestCase):
                     model.zero_grad()
 
         step(None)
-        most = int(0.85 * saved_report.last_plan().peak.predicted)
+        most = int(0.92 * saved_report.last_plan().peak.predicted)
         with self.assertNoLogs("torch._functorch", "WARNING"):
             step(None, activation_memory_peak_bytes=most)
             self.assertLessEqual(saved_report.last_plan().peak.predicted, most)
