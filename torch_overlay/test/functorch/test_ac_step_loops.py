@@ -478,7 +478,8 @@ class StepLoopsTest(TestCase):
     @unittest.skipIf(not HAS_CPU, "inductor needs a C++ compiler")
     def test_results_of_kernels_without_gradients_count(self):
         # Its last product is written into a buffer that no operator made.
-        teacher = torch.compile(nn.Linear(WIDTH, 16 * WIDTH).requires_grad_(False))
+        frozen = nn.Linear(WIDTH, 16 * WIDTH).requires_grad_(False)
+        teacher = torch.compile(frozen)
         model, budget = Net(2, out=16 * WIDTH), StepBudget(share=0.5)
 
         def step(at):
@@ -490,6 +491,9 @@ class StepLoopsTest(TestCase):
         with fresh_cache(), self.assertNoLogs(*LOG):
             peaks = self.run_steps(budget, step)
         self.check(budget, peaks[-1])
+        # What it reads was there before.
+        weights = (p.nbytes for p in (*model.parameters(), *frozen.parameters()))
+        self.assertGreaterEqual(budget.plan.given, sum(weights))
 
     def jagged(self, length):
         """The values of three texts of about a length."""
@@ -521,7 +525,7 @@ class StepLoopsTest(TestCase):
             compiled(self.jagged(44)).backward()
             with self.assertLogs(*LOG) as logs:
                 compiled(self.jagged(800)).backward()
-        self.assertIn("for 2403, ", logs.output[0])
+        self.assertIn("for 2403 the peak", logs.output[0])
 
     def test_a_number_that_is_no_size(self):
         """It differs in each step, and nothing is larger for that."""

@@ -356,11 +356,16 @@ class CompiledPeakTest(TestCase):
 
     @unittest.skipUnless(step_budget, "a patch of its own brings the step's budget")
     def test_guarded_fusions_of_another_size(self):
+        for dynamic, sizes in ((None, (512, 384, 512)), (False, (384, 512, 384, 512))):
+            with self.subTest(dynamic=dynamic):
+                self.check_guarded_fusions(dynamic, sizes)
+
+    def check_guarded_fusions(self, dynamic, sizes):
         torch.manual_seed(0)
         blocks = [Wide() for _ in range(LAYERS)]
         model = torch.nn.Sequential(*blocks, torch.nn.Linear(64, 8))
         compiled = torch.compile(
-            lambda x: F.cross_entropy(model(x), x[:, :8].argmax(1))
+            lambda x: F.cross_entropy(model(x), x[:, :8].argmax(1)), dynamic=dynamic
         )
         budget = step_budget.StepBudget(share=0.2)
 
@@ -374,8 +379,10 @@ class CompiledPeakTest(TestCase):
             return live_at_most(step)
 
         with budgeted(1), self.assertNoLogs("torch._functorch", "WARNING"):
-            *_, measured = map(peak, (512, 384, 512))
+            *_, measured = map(peak, sizes)
         plan = budget.plan
+        (graph,) = budget.graphs.values()
+        self.assertTrue(graph.guarded)
         self.assertLess(abs(measured - plan.predicted_peak), 0.02 * measured)
         self.assertLessEqual(measured, plan.allowed)
 

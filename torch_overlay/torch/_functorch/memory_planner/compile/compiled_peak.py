@@ -5,8 +5,8 @@ from the wrappers that inductor generates (:mod:`torch._inductor.wrapper_memory`
 that exceeds the peak asked for, the joint graph is split and compiled again before
 anything runs: first by the same plan without the fusions that raise a graph's peak,
 then by other plans.  These are chosen by estimates, corrected by what was told.  If
-all that ``TRIES`` compiles give exceeds the peak, and the lowest does so without these
-fusions, too, that is kept, and a warning has both numbers.
+all ``TRIES`` compiles exceed the peak, the lowest plan is also compiled without these
+fusions.  If it still exceeds the peak, it is kept, and a warning has both numbers.
 
 A backward is therefore compiled with its forward, not when it first runs.  But the
 compilation of kernels waits until a plan is kept

@@ -76,7 +76,8 @@ def size_evaluator(places: Places, sizes: Sequence[int]) -> SizeEvaluator:
 def places_of_symbols(given: Sequence[Any], graph: fx.Graph) -> Places:
     """The first place of each symbol that sizes of a graph's tensors depend on.
 
-    Other numbers, such as that of a step, may differ in each call.
+    Other integers, such as a step counter, are left out: they may change in each call
+    without changing any size.
     """
     found: Places = {}
     for i, each in enumerate(given):
@@ -107,12 +108,17 @@ def has_symbolic_sizes(graph: fx.Graph) -> bool:
     return bool(symbols) and not symbols.isdisjoint(_symbols_of_sizes(graph))
 
 
+def _is_empty(value: torch.Tensor) -> bool:
+    """Whether a tensor has no elements, like those for a jagged one's extreme lengths."""
+    return any(type(size) is int and size == 0 for size in value.shape)
+
+
 def _symbols_of_sizes(graph: fx.Graph) -> set[Any]:
     """The symbols in sizes of a graph's tensors, and of those in its bodies."""
     found: set[Any] = set()
     for node in graph.nodes:
         for value in tree_leaves(node.meta.get("val")):
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and not _is_empty(value):
                 found.update(free_symbols([*value.shape]))
         for body in subgraphs(node):
             found.update(_symbols_of_sizes(body))

@@ -17,6 +17,7 @@ from ..ask import Ask
 from ..graph.storages import read_body
 from ..graph.symbols import (
     has_symbolic_sizes,
+    Places,
     places_of_symbols,
     size_evaluator,
     values_of_symbols,
@@ -44,9 +45,12 @@ def track_training_graphs(compile_graph: Callable[..., Any]) -> Callable[..., An
             # Only the joint graph tells the peak of larger calls, so its compiled code
             # must not be loaded without it.
             state.aot_config = replace(state.aot_config, cache_info=None)
-        # Compiling changes the graph.
-        places = places_of_symbols(state.flat_args, capture.graph_module.graph)
-        planned = values_of_symbols(state.flat_args, places)
+        places: Optional[Places] = None
+        planned: tuple[int, ...] = ()
+        if is_bounded:
+            # Compiling changes the graph.
+            places = places_of_symbols(state.flat_args, capture.graph_module.graph)
+            planned = values_of_symbols(state.flat_args, places)
         run, metadata = compile_graph(*arguments)
         return with_warnings(run, metadata, places, planned), metadata
 

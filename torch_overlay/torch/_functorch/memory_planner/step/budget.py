@@ -353,13 +353,13 @@ class StepBudget(StepWarnings):
         # The next step is planned anew, for the sizes that they turn out to have.
         self._is_new = any(factor > _GROWN for factor in growth.values())
 
-        def compile_plans(plans: Iterable[Choice], are_over: bool) -> None:
+        def compile_plans(plans: Iterable[Choice], is_last_resort: bool) -> None:
             """Compile each graph, in the size that ran last, by each plan."""
             for plan in plans:
                 for number, graph in graphs.items():
                     compiled = graph.current()
                     if compiled is not None:
-                        compiled.compile(plan.choices[number], self, are_over)
+                        compiled.compile(plan.choices[number], self, is_last_resort)
 
         given = self._bound, self._present, self.watch.missed
         found = plan_step(graphs, learned, *given, growth, compile_plans)

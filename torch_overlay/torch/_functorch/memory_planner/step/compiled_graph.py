@@ -101,10 +101,8 @@ class CompiledGraph:
         self._first_code: _Code
         # The report that `plans()` lists now.
         self._listed: Optional[Plan] = None
-        # The plans that were also compiled with fusions guarded, and those that hold
-        # less by that.
+        # The plans that were also compiled with fusions guarded.
         self._tried_guarded: set[int] = set()
-        self.guarded: set[int] = set()
         self._as_traced = context_of_tracing()
         graph = self._capture.graph_module.graph
         self._symbols = places_of_symbols(self._state.flat_args, graph)
@@ -186,7 +184,7 @@ class CompiledGraph:
         if self.plans.missing != self.graph.plans.missing:
             self.plans = self.graph.plans.at_sizes_of(self.traced.joint)
             self._codes, self._instead = {}, {}
-            self._tried_guarded, self.guarded, self.scales = set(), set(), {}
+            self._tried_guarded, self.scales = set(), {}
 
     def compiled_as_good(self, plan: int) -> int:
         """A compiled plan that holds no more in calls of this size than ``plan`` may.
@@ -204,12 +202,14 @@ class CompiledGraph:
             self._instead[known] = next(good, plan)
         return self._instead[known]
 
-    def compile(self, plans: Iterable[int], budget: StepBudget, are_over: bool) -> None:
+    def compile(
+        self, plans: Iterable[int], budget: StepBudget, is_last_resort: bool
+    ) -> None:
         """Compile plans that have not been, and list the first one in `plans()`.
 
-        Those that hold more than estimated, or ``are_over`` what is allowed, are also
-        compiled with fusions guarded.  Kernels are left for later, as a plan may be
-        replaced before it runs.
+        Those that hold more than estimated are also compiled with fusions guarded; so
+        are all as a last resort, and those that held less by that at another size.
+        Kernels are left for later, as a plan may be replaced before it runs.
         """
         plans = [*plans]
         self._adopt_plans_of_graph()
@@ -221,8 +221,12 @@ class CompiledGraph:
                     self._codes[plan] = self._compile_by_plan(plan)
             margin = self.traced.joint.ask.peak_margin
             is_guarded = plan in self._tried_guarded or not can_guard()
-            is_over = are_over or self.plans.holds_more(plan, margin)
-            if is_over and not is_guarded:
+            may_gain = plan in self.plans.told and (
+                is_last_resort
+                or plan in self.graph.guarded
+                or self.plans.holds_more(plan, margin)
+            )
+            if may_gain and not is_guarded:
                 self._tried_guarded.add(plan)
                 failure = f"{self.graph.name} failed to compile with fusions guarded"
                 # On failure, what was compiled stays, and is known to hold more.
@@ -232,7 +236,7 @@ class CompiledGraph:
 
     def _code_of_plan(self, plan: int, budget: StepBudget) -> _Code:
         """The code of a plan, with its kernels; the first plan's if that fails."""
-        if plan not in self._codes:
+        if plan not in self._codes or plan in self.graph.guarded - self._tried_guarded:
             self.compile([plan], budget, False)
         code = self._codes[plan]
         if code.kernels is not None:
@@ -261,7 +265,7 @@ class CompiledGraph:
         code = self._compile_by_plan(plan, is_guarded=True)
         if self.plans.peak_of(plan) < before:
             self._codes[plan] = code
-            self.guarded.add(plan)
+            self.graph.guarded.add(plan)
 
     def _compile_by_plan(self, plan: Optional[int], is_guarded: bool = False) -> _Code:
         """Partition and compile a copy of the graph by a plan, None for the first."""
@@ -345,7 +349,6 @@ class CompiledGraph:
             stored = step.budget.plans_in_file(number, self._name, key)
             if stored is not None:
                 plans, lean = stored.plans_of(joint), stored.lean
-                self.guarded |= stored.guarded
             else:
                 plans, lean = traced.plans_for(None)
             same = traced.structural_key
@@ -353,16 +356,14 @@ class CompiledGraph:
             self.plans, self.graph.lean = plans, lean
             step.budget.graphs[number] = self.graph
             if stored is not None:
+                self.graph.guarded.update(stored.guarded)
                 step.budget.choices[self.graph] = stored.choice
             if not self._symbols:
                 self.scales[()] = 1.0
         else:
             self.graph, self.plans = known, known.plans.at_sizes_of(joint)
-            other = known.current()
-            if other is not None:
-                self.guarded |= other.guarded
             more = times_larger(self.plans.model, known.plans.model)
             self._scale = known.scale * more
         self.first = step.plan_of(self.graph, step.next_slot(self.graph))
-        self._tried_guarded.update({self.first} & self.guarded)
+        self._tried_guarded.update({self.first} & self.graph.guarded)
         self.has_plans = True

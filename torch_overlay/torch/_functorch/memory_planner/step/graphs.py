@@ -26,7 +26,8 @@ class Graph:
     graph that ran last.  ``number`` is AOTAutograd's for the first of these, ``key``
     identifies that one in other processes, and ``structural_key`` is what all have in
     common.  ``scale`` is how many times as large as the first call the largest one is,
-    and ``lean`` the index of the plan of calls until one is chosen.
+    and ``lean`` the index of the plan of calls until one is chosen.  Plans in
+    ``guarded`` hold less if they are compiled without fusions that raise the peak.
     """
 
     lean: int
@@ -43,6 +44,7 @@ class Graph:
         self.name, self.number, self.key = name, number, key
         self.structural_key = structural_key
         self.largest, self.plans = largest, plans
+        self.guarded: set[int] = set()
         self.scale = 1.0
         self.current: Callable[[], Optional[CompiledGraph]] = lambda: None
 
@@ -69,7 +71,7 @@ class Graph:
         compiled = self.current()
         if compiled is not None and missing != self.plans.missing:
             plans, self.lean = compiled.traced.plans_for(missing)
-            self.plans = plans.at_sizes_of(self.largest)
+            self.plans, self.guarded = plans.at_sizes_of(self.largest), set()
 
 
 class Graphs(weakref.WeakValueDictionary[int, Graph]):

@@ -60,11 +60,10 @@ class StoredGraph(NamedTuple):
 
     @classmethod
     def of(cls, graph: Graph, choice: tuple[int, ...]) -> StoredGraph:
-        plans, compiled = graph.plans, graph.current()
+        plans, guarded = graph.plans, frozenset(graph.guarded)
         heads = {n: (each.rows, each.cost) for n, each in plans.variants.items()}
         menu = replace(plans, variants={}, told={}, errors_alone={})
-        guarded = compiled.guarded if compiled is not None else ()
-        return cls(graph.key, menu, heads, graph.lean, choice, frozenset(guarded))
+        return cls(graph.key, menu, heads, graph.lean, choice, guarded)
 
     def plans_of(self, joint: BudgetedGraph) -> Menu:
         """The plans for the joint graph with this key."""

@@ -44,7 +44,7 @@ class PlanRequest(NamedTuple):
         variants = graph.in_chunks.items()
         in_chunks = {n: replace(each, device=device) for n, each in variants}
         self.graph.find_plans(replace(graph, device=device, in_chunks=in_chunks))
-        self.compiled.guarded = self.graph.first in self.graph.guarded
+        self.compiled.guarded = self.graph.first in self.graph.graph.guarded
 
     def decide(self, graph: BudgetedGraph) -> Decision:
         """What to save by the plan.  Raises CannotPlan if the graph has no model."""

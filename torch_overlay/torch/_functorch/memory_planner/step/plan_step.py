@@ -94,8 +94,8 @@ def plan_step(
         missed: the bytes of the bound to leave free.
         growth: by graph number, the factor by which its calls are expected to grow.
         compile_plans: compiles each graph by some plans, and records in the graphs'
-            menus what these hold.  Plans that are over, as its second argument says,
-            are also compiled without fusions that raise the peak.
+            menus what these hold.  As a last resort, if its second argument is true,
+            they are also compiled without fusions that raise the peak.
 
     Each graph is compiled O(``_TRIES``) times.
     """
@@ -122,6 +122,7 @@ def plan_step(
     allowed, plan, curve = search.plan_to_keep(asked, bound.share, missed)
     if plan.peak > allowed - missed:
         compile_plans([plan], True)
+        asked = bound.allowed(search, present)
         allowed, plan, curve = search.plan_to_keep(asked, bound.share, missed)
     compile_plans([plan], False)
     idle = moments.get(frozenset())

@@ -356,9 +356,8 @@ def _recorders_of_running_steps() -> list[Recorder]:
 
 
 def _resize_recorded_storage(storage: Any, nbytes: int) -> Any:
-    recorders = [
-        r for r in _recorders_of_running_steps() if r.device == storage.device.type
-    ]
+    kind = storage.device.type
+    recorders = [r for r in _recorders_of_running_steps() if r.device == kind]
     for recorder in recorders:
         with recorder.ending_on_failure():
             recorder.follow_storage(storage, is_existing=True)
@@ -372,8 +371,9 @@ def _resize_recorded_storage(storage: Any, nbytes: int) -> Any:
 def _run_recorded_graph(graph: Any, inputs: Any) -> Any:
     recorders = [r for r in _recorders_of_running_steps() if not r.inside]
     with ExitStack() as stack:
-        # The buffers that its operators are given are its own, not older than the step.
+        # Its inputs are older than the step, what it gives its operators is not.
         for recorder in recorders:
+            recorder.storage_numbers(inputs, is_existing=True)
             stack.enter_context(recorder.following_nothing())
         result = _patches.run(graph, inputs)
     for recorder in recorders:

@@ -93,7 +93,7 @@ def with_warnings(
     That is when other calls wait for their backward, too, or when a call is larger than
     the sizes that it was ``planned`` for, and is expected to exceed the limit.
     ``metadata`` is the graph's ViewAndMutationMeta, which has the plan, and ``places``
-    are those of the sizes in a call.
+    tells where a call has these sizes, None if unknown.
     """
     ask = Ask.of_config()
     plan = logged_plan(metadata)
