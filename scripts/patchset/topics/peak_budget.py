@@ -125,6 +125,7 @@ Where no plan can be made, a warning says why and the plan is that for saved byt
         planner_path("peak/lower_peak"),
         planner_path("peak/footprint"),
         planner_path("peak/menu"),
+        planner_path("peak/sized_plans"),
         planner_path("peak/plan_search"),
         planner_path("peak/plans"),
         planner_path("peak/peak_bytes"),

@@ -1000,7 +1000,7 @@ class StepBudgetTest(TestCase):
         menu = plan_graph(short)
         other = menu.at_sizes_of(long)
         held = [each.bytes_held("backward", frozenset([0])) for each in (menu, other)]
-        both = menu.with_larger_footprints(other)
+        both = menu.with_sizes_of(other)
         found = both.bytes_held("backward", frozenset([0]))
         self.assertEqual(found, [*map(max, *held)])
         self.assertGreater(found, held[0])

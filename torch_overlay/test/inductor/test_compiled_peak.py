@@ -27,6 +27,7 @@ from torch._functorch.memory_planner.peak import (
     footprint,
     menu,
     peak_bytes as peak_target,
+    sized_plans,
 )
 from torch._functorch.memory_planner.report import saved_values as saved_report
 from torch._higher_order_ops.while_loop import while_loop
@@ -124,11 +125,12 @@ def told_more(share):
 def tells(nbytes):
     """A compile that tells this many bytes whatever is asked."""
 
-    def tell(*_):
-        return footprint.Told(nbytes, nbytes, nbytes)
+    return lambda *_: footprint.Told(nbytes, nbytes, nbytes)
 
-    tell.symbols = frozenset()
-    return tell
+
+def menu_of(plans):
+    whole = sized_plans.Variant(SimpleNamespace(held_by_caller=0), {})
+    return menu.Menu(plans, (sized_plans.SizedPlans(plans, {1: whole}, None),), 0, 0)
 
 
 def saved(plan):
@@ -386,6 +388,42 @@ class CompiledPeakTest(TestCase):
         self.assertLess(abs(measured - plan.predicted_peak), 0.02 * measured)
         self.assertLessEqual(measured, plan.allowed)
 
+    @unittest.skipUnless(step_budget, "a patch of its own brings the step's budget")
+    def test_each_size_has_what_its_own_compiles_tell(self):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(Wide(), torch.nn.Linear(64, 8))
+        compiled = torch.compile(lambda x: model(x).sum(), dynamic=False)
+        budget, more = step_budget.StepBudget(share=0.2), 0
+
+        def step(rows):
+            with budget:
+                compiled(torch.randn(rows, 64)).backward()
+            model.zero_grad()
+
+        def constant(*args):
+            return footprint.Told(*(nbytes + more for nbytes in told_peaks(*args)))
+
+        told_peaks = told_module.told_peaks
+        with (
+            budgeted(1),
+            patch.object(told_module, "told_peaks", constant),
+            patch.object(step_graph, "can_guard", return_value=False),
+        ):
+            more = 40_000
+            for _ in range(3):
+                step(512)
+            (graph,) = budget.graphs.values()
+            before, plan = graph.plans.corrected().plans, budget.plan
+            # As a share of the peak, that is much more at this size.
+            step(64)
+            self.assertEqual(graph.plans.corrected().plans, before)
+            self.assertIs(budget.plan, plan)
+            more = 2 * plan.predicted_peak
+            for _ in range(2):
+                step(128)
+            # It held so much unforeseen, which is planned for now.
+            self.assertGreater(budget.plan.predicted_peak, more)
+
     def test_fusions_are_guarded_first(self):
         (name, value), limits = *told_module.GUARD.items(), []
         usual = getattr(inductor_config, name)
@@ -442,8 +480,7 @@ class CompiledPeakTest(TestCase):
             )
             for peak in range(200, 99, -10)
         ]
-        whole = menu.Variant(SimpleNamespace(held_by_caller=0), {})
-        own = menu.Menu(plans, {1: whole}, 0, 0)
+        own = menu_of(plans)
         moments = peak_target.PeakBytes(0.0).moments(own)
         found = search.Search(lambda: {0: own}, peak_target.CALLS, moments, 0.05, 4)
         tried = []
@@ -461,8 +498,7 @@ class CompiledPeakTest(TestCase):
             footprint.Footprint(peak, peak, peak, cost, frozenset(), frozenset())
             for peak, cost in ((1000, 0), (900, 10))
         ]
-        whole = menu.Variant(SimpleNamespace(held_by_caller=0), {})
-        own = menu.Menu(plans, {1: whole}, 0, 0)
+        own = menu_of(plans)
         moments = peak_target.PeakBytes(1.0).moments(own)
         found = search.Search(lambda: {0: own}, peak_target.CALLS, moments, 0.05, 4)
         for plan in found.plans_to_compile(lambda: 1020):

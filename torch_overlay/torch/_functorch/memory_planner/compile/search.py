@@ -90,9 +90,10 @@ class Search:
 
     def _restricted(self, others: tuple[int, ...]) -> Curve:
         def restricted(menu: Menu) -> Menu:
-            if not menu.told:
+            compiled = menu.compiled
+            if not compiled:
                 return menu
-            return menu.corrected().restricted_to({*others, *menu.told})
+            return menu.corrected().restricted_to({*others, *compiled})
 
         return self._curve(restricted, self._untold_margin)
 
@@ -143,7 +144,7 @@ class Search:
             self._tried[number].update(plans)
         return [plan] * is_new
 
-    def _told_by_graph(self) -> list[dict[int, Any]]:
+    def _told_by_graph(self) -> list[dict[Any, Any]]:
         return [dict(menu.told) for menu in self._menus().values()]
 
     @property
@@ -169,7 +170,7 @@ class Search:
         """The lowest of the plans not compiled yet, corrected by what was told."""
 
         def untried(menu: Menu) -> Menu:
-            rest = {*range(len(menu.plans))}.difference(menu.told)
+            rest = {*range(len(menu.plans))}.difference(menu.compiled)
             is_tried = rest and menu.underestimates(self._margin)
             return (
                 menu.corrected().restricted_to(rest) if is_tried else menu.corrected()
@@ -179,7 +180,7 @@ class Search:
 
     def _curve(self, of: Callable[[Menu], Menu], margin: float = 0.0) -> Curve:
         menus = {n: of(menu) for n, menu in self._menus().items()}
-        plans = ((bool(each.estimated), *each.plans) for each in menus.values())
+        plans = ((each.is_corrected, *each.plans) for each in menus.values())
         key = (*plans,)
         if key not in self._curves:
             self._curves[key] = Curve(menus, self._calls, self._moments)

@@ -6,7 +6,6 @@ joint graph.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections import defaultdict
 from contextlib import nullcontext
@@ -138,10 +137,6 @@ class _Compiled:
     tangent_bytes: Any
     gone: frozenset[int]
     known: dict[Any, Told] = field(default_factory=dict)
-
-    @functools.cached_property
-    def symbols(self) -> frozenset[Any]:
-        return frozenset({*self.forward.hints, *self.backward.hints})
 
     def __call__(self, values: Values = (), alone: Names = ()) -> Told:
         if (values, alone) not in self.known:

@@ -8,7 +8,7 @@ are in compiled code.
 from __future__ import annotations
 
 import operator
-from typing import Any, NamedTuple, Protocol, TYPE_CHECKING
+from typing import NamedTuple, Protocol, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
@@ -70,13 +70,10 @@ class Told(NamedTuple):
 
 
 class Tell(Protocol):
-    """Tells what a plan's compiled graphs hold, whose sizes depend on ``symbols``.
+    """Tells what a plan's compiled graphs hold, whose sizes may be symbolic.
 
     For others than ``values`` has, their hints count.  The backward alone holds the
     values that ``alone`` names.
     """
-
-    @property
-    def symbols(self) -> frozenset[Any]: ...
 
     def __call__(self, values: Values = (), alone: Names = ()) -> Told: ...

@@ -1,93 +1,84 @@
 """What the plans of one graph keep and hold, as estimated or as told by compiles.
 
-A :class:`.Footprint` describes a plan.  The plans of a graph that no other beats are its :class:`Menu`.
+A :class:`.Footprint` describes a plan.  The plans of a graph that no other beats are its
+:class:`Menu`.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 from ..decision import Head
-from ..graph.inputs_outputs import backward_inputs, Input, live_bytes_model, Missing
-from ..graph.other_sizes import calls_and_storages
-from .footprint import Footprint, footprint_bytes
+from .footprint import Footprint
 
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Sequence
+    from collections.abc import Container, Sequence
 
     import torch.fx as fx
+    from ..graph.inputs_outputs import Missing
     from ..graph.joint import BudgetedGraph
     from ..graph.liveness import Program
-    from ..graph.symbols import Values
     from .footprint import Tell
+    from .sized_plans import SizedPlans, Variant
 
 
 # More bytes than any plan holds, yet few enough for sums to be exact in doubles.
 _NEVER = 2**44
 
 
-class Variant(NamedTuple):
-    """A graph with its head in some number of chunks.
+class _CompiledPlan(NamedTuple):
+    """A plan that was compiled, at one of the sizes of its trace."""
 
-    ``inputs`` has what the backward may read, by index: the tensors among the joint
-    graph's inputs, then what the forward returns.  ``rows`` are those of the first
-    chunk, and ``cost`` is what chunks cost beyond a head in one piece, in the unit of
-    the estimator; both are 0 for one piece.
-    """
-
-    model: Program
-    inputs: dict[int, Input]
-    rows: int = 0
-    cost: float = 0
-
-    @classmethod
-    def of(cls, joint: BudgetedGraph, missing: Optional[Missing]) -> Variant:
-        """The variant for calls that lack what is ``missing``."""
-        model = live_bytes_model(joint, missing)
-        return cls(model, backward_inputs(joint, model))
+    at: SizedPlans
+    plan: int
+    tell: Tell
 
 
 @dataclass(frozen=True, eq=False)
 class Menu:
-    """The plans of a graph that no other beats, by rising cost, for calls of one size.
+    """The plans of a graph that no other beats, by rising cost, for calls of any size.
 
-    ``variants`` has the graph by its number of chunks, 1 for the graph as it is.
-    ``primals`` counts the tensors among the forward's inputs.  For each compiled plan,
-    ``told`` has what tells the bytes of its compiled graphs, and the menu of the trace
-    that was compiled.
+    ``plans`` has the most that each keeps and holds at any of the ``sizes``, which begin
+    with the largest; its ``storages`` are those of that one.  ``primals`` counts the
+    tensors among the forward's inputs.
     """
 
     plans: list[Footprint]
-    variants: dict[int, Variant]
+    sizes: tuple[SizedPlans, ...]
     primals: int
     # What the graph computes without a budget, in FLOP; 0 with estimators other than
     # "flops".
     work: float
     # The tangents and outputs that its calls lack, which the model leaves out.
     missing: Optional[Missing] = None
-    told: dict[int, tuple[Tell, Menu]] = field(default_factory=dict)
+    # By trace and plan, what tells the bytes of the compiled graphs.
+    told: dict[tuple[Any, int], Tell] = field(default_factory=dict)
     # The errors of backwards that alone hold some inputs, once they were needed.
     errors_alone: dict[Any, float] = field(default_factory=dict)
-    # The values that the plans are for, with the model's bytes beside a plan's; its own
-    # come first.  Empty for those that were traced.
-    sizes: tuple[tuple[Values, int], ...] = ()
-    # The plans as estimated, if ``plans`` are corrected.
-    estimated: list[Footprint] = field(default_factory=list)
+    # Whether ``plans`` are as told, and not as estimated.
+    is_corrected: bool = False
     # Why a large head cannot run in chunks.
     why_whole: str = ""
     # The factor by which the bytes of calls may still grow.
     growth: float = 1.0
-    # The same plans for other sizes, or in other traces, where some hold more.
-    covered: tuple[Menu, ...] = ()
+
+    @property
+    def variants(self) -> dict[int, Variant]:
+        """The graph by its number of chunks, at its largest size."""
+        return self.sizes[0].variants
 
     @property
     def model(self) -> Program:
         """The graph as it is, with its head in one piece."""
         return self.variants[1].model
+
+    @property
+    def compiled(self) -> set[int]:
+        """The plans of which a compile told."""
+        return {each.plan for each in self._compiled()}
 
     def no_larger_than(self, plan: Footprint) -> Footprint:
         """The first plan that costs no more than ``plan`` and never holds more, or it."""
@@ -98,121 +89,48 @@ class Menu:
         ]
         # Often, nobody else holds what a backward is given.
         given = frozenset(i for i in self.variants[1].inputs if i >= self.primals)
-        most, *bytes_given = self._backward_bytes([plan, *found], given)
+        most, *bytes_given = self.sizes[0].backward_bytes([plan, *found], given)
         return next((p for p, held in zip(found, bytes_given) if held <= most), plan)
 
     def at_sizes_of(self, joint: BudgetedGraph) -> Menu:
-        """The same plans for calls of the size that ``joint`` has.
+        """The same plans for calls of the size that ``joint`` has."""
+        sized = self.sizes[0].for_trace(joint, self.missing)
+        return replace(self, plans=sized.plans, sizes=(sized,))
 
-        ``joint`` may be another trace.  Storages without a match in it are not saved.
-        If it has no variant of as many chunks as a plan wants, the plan gets fewer.
-        """
-        variants = {
-            n: Variant.of(each, self.missing)._replace(rows=own.rows, cost=own.cost)
-            for n, each in joint.variants.items()
-            if (own := self.variants.get(n))
-        }
-        there = {n: calls_and_storages(each.model)[1] for n, each in variants.items()}
-        made = {
-            n: calls_and_storages(each.model)[1] for n, each in self.variants.items()
-        }
-
-        @functools.cache
-        def same(chunks: int, as_chunks: int) -> dict[int, int]:
-            """For storages of a variant here, those that the same calls make there."""
-            places = there[as_chunks]
-            calls = made[chunks].items()
-            return {s: places[place] for place, s in calls if place in places}
-
-        plans = [*self.plans]
-        for chunks, (model, *_) in variants.items():
-            here = {
-                at: frozenset(match[s] for s in plan.storages if s in match)
-                for at, plan in enumerate(self.plans)
-                if chunks == max(n for n in variants if n <= plan.chunks)
-                for match in [same(plan.chunks, chunks)]
-            }
-            evaluated = model.evaluate_all([*here.values()]) if here else []
-            for (at, storages), each in zip(here.items(), evaluated):
-                plan = plans[at]
-                kept = (*footprint_bytes(model, each), plan.cost, plan.outputs)
-                plans[at] = Footprint(*kept, storages, chunks)
-        values = getattr(joint.as_int, "values", ())
-        sizes = ((values, variants[1].model.held_by_caller),) if values else ()
-        return replace(self, plans=plans, variants=variants, sizes=sizes, covered=())
-
-    def plans_hold_no_more(self, other: Menu) -> bool:
+    def hold_no_more(self, other: Menu) -> bool:
         """Whether each plan keeps and holds at most as much as in another menu."""
         return all(map(Footprint.holds_no_more, self.plans, other.plans))
 
-    def with_larger_footprints(self, other: Menu) -> Menu:
-        """The same plans, each with at least the bytes that it has in another menu."""
-        sizes = tuple(dict.fromkeys(self.sizes + other.sizes))
-        plans = []
-        for own, its in zip(self.plans, other.plans):
-            kept, forward, backward = map(max, own[:3], its[:3])
-            plans.append(own._replace(kept=kept, forward=forward, backward=backward))
-        more = () if other.plans_hold_no_more(self) else (other,)
-        return replace(self, plans=plans, sizes=sizes, covered=self.covered + more)
+    def with_sizes_of(self, other: Menu) -> Menu:
+        """The same plans, for the sizes of another menu as well."""
+        sizes = [*self.sizes]
+        for new in other.sizes:
+            same = (each for each in sizes if each.trace is new.trace)
+            # What compiles tell of other traces may differ more than estimates do.
+            if not any(map(new.hold_no_more, same)):
+                sizes.append(new)
+        plans = _largest([self.plans, other.plans])
+        return replace(self, plans=plans, sizes=(*sizes,))
 
     def record_told(self, index: int, tell: Tell, only_if_less: bool = False) -> bool:
         """Record what a compiled plan keeps and holds; returns whether it did so.
 
-        With ``only_if_less``, a plan that was told before is recorded again only if its
-        peak is lower now.
+        The menu has to be that of the trace.  With ``only_if_less``, a plan that was
+        told before is recorded again only if its peak is lower now.
         """
-        most = max(tell()[1:])
-        if only_if_less and index in self.told and most >= self.peak_of(index):
+        most, (sized,) = max(tell()[1:]), self.sizes
+        if only_if_less and index in self.compiled and most >= self.peak_of(index):
             return False
-        self.told[index] = tell, self
+        self.told[sized.trace, index] = tell
         return True
 
-    def _told_at(self, index: int) -> tuple[Tell, Menu]:
-        """What a plan's compile tells, and the menu whose sizes it can tell of.
-
-        That is this one if its sizes are values of the symbols in what was compiled,
-        else that of the trace.
-        """
-        tell, recorded = self.told[index]
-        symbols = tell.symbols
-        known = (symbols <= dict(values).keys() for values, _ in self.sizes)
-        return tell, self if symbols and self.sizes and all(known) else recorded
-
-    def _errors(self, index: int) -> list[float]:
-        """The errors of a compiled plan's ``kept``, ``forward`` and ``backward``.
-
-        That is the told bytes minus the estimated ones, as shares of the estimated
-        ``backward``, so that they also apply to a trace that was not compiled.
-        """
-        tell, at = self._told_at(index)
-        plan = (at.estimated or at.plans)[index]
-        held = [
-            told._replace(backward=told.backward - beside)
-            for values, beside in at._sizes_of(plan)
-            for told in [tell(values)]
-        ]
-        most = map(max, zip(*held))
+    def _compiled(self) -> list[_CompiledPlan]:
         return [
-            (nbytes - own) / max(plan.backward, 1) for nbytes, own in zip(most, plan)
+            _CompiledPlan(at, plan, tell)
+            for at in self.sizes
+            for (trace, plan), tell in self.told.items()
+            if trace is at.trace
         ]
-
-    def _error_alone(self, index: int, of: frozenset[int]) -> float:
-        """The error of ``backward`` if it alone holds these inputs."""
-        tell, at = self._told_at(index)
-        key = at.sizes, index, tell, of
-        if key not in self.errors_alone:
-            plan = (at.estimated or at.plans)[index]
-            inputs = at.variants[plan.chunks].inputs
-            values, beside = at._sizes_of(plan)[0]
-            alone = [inputs[i] for i in sorted(of) if i in inputs]
-            told = tell(values, tuple((each.name, each.nbytes) for each in alone))
-            (estimate,) = at._backward_bytes([plan], of)
-            error = told.backward - beside - estimate
-            self.errors_alone[key] = error / max(plan.backward, 1)
-        return self.errors_alone[key]
-
-    def _sizes_of(self, plan: Footprint) -> tuple[tuple[Values, int], ...]:
-        return self.sizes or (((), self._model_of(plan).held_by_caller),)
 
     def corrected(self) -> Menu:
         """The plans as told; others with the error of the nearest compiled plan.
@@ -220,19 +138,24 @@ class Menu:
         Errors are added, not multiplied, as some have the same size whatever is kept: a
         kernel's copy of a parameter, for example.
         """
-        if not self.told:
+        compiled = self._compiled()
+        if not compiled:
             return self
-        plans, errors = [], {index: self._errors(index) for index in self.told}
-        for index, plan in enumerate(self.plans):
-            near = _most_similar_compiled(self.plans, index, self.told)
-            size = max(self.plans[near].backward, 1)
-            kept, forward, backward = (
-                max(nbytes + round(error * size), 0)
-                for nbytes, error in zip(plan[:3], errors[near])
-            )
-            plan = plan._replace(kept=kept, forward=forward, backward=backward)
-            plans.append(plan)
-        return replace(self, plans=plans, estimated=self.plans)
+        errors = {each: each.at.errors(each.plan, each.tell) for each in compiled}
+        corrected = []
+        for at in self.sizes:
+            plans = []
+            for index, plan in enumerate(at.plans):
+                near = _nearest(compiled, at, index)
+                size = max(at.plans[near.plan].backward, 1)
+                kept, forward, backward = (
+                    max(nbytes + round(error * size), 0)
+                    for nbytes, error in zip(plan[:3], errors[near])
+                )
+                plan = plan._replace(kept=kept, forward=forward, backward=backward)
+                plans.append(plan)
+            corrected.append(plans)
+        return replace(self, plans=_largest(corrected), is_corrected=True)
 
     def restricted_to(self, wanted: Container[int]) -> Menu:
         """The same, with all but the ``wanted`` plans too large to choose."""
@@ -243,9 +166,11 @@ class Menu:
         return replace(self, plans=plans)
 
     def underestimates(self, margin: float) -> bool:
-        """Whether any error in ``told`` is above this share."""
+        """Whether some compile told more than the estimate by more than this share."""
         return any(
-            error > margin for index in self.told for error in self._errors(index)
+            error > margin
+            for each in self._compiled()
+            for error in each.at.errors(each.plan, each.tell)
         )
 
     def peak_of(self, index: int) -> int:
@@ -255,18 +180,16 @@ class Menu:
     def holds_more(self, index: int, margin: float) -> bool:
         """Whether a plan, as compiled, exceeds its estimate by more than ``margin``."""
         most = self._peak_of_plan(self.plans[index]) * (1 + margin)
-        return index in self.told and self.peak_of(index) > most
+        return index in self.compiled and self.peak_of(index) > most
 
     def _peak_of_plan(self, plan: Footprint) -> int:
-        return max(plan.forward, plan.backward + self._model_of(plan).held_by_caller)
-
-    def _model_of(self, plan: Footprint) -> Program:
-        return self.variants[plan.chunks].model
+        beside = self.sizes[0].model_of(plan).held_by_caller
+        return max(plan.forward, plan.backward + beside)
 
     def saved_values(self, index: int) -> list[fx.Node]:
         """The nodes that a plan saves."""
         plan = self.plans[index]
-        model = self._model_of(plan)
+        model = self.sizes[0].model_of(plan)
         return model.saved_values(model.evaluate(plan.storages).saved)
 
     def head(self, index: int) -> Optional[Head]:
@@ -297,57 +220,56 @@ class Menu:
             nbytes = output.nbytes if output is not None else 0
             return [nbytes * (of in plan.outputs) for plan in self.plans]
         if what == "backward" and of:
-            found = self._backward_alone(of)
-            for index in range(len(self.estimated)):
-                near = _most_similar_compiled(self.estimated, index, self.told)
-                size = max(self.estimated[near].backward, 1)
-                error = self._error_alone(near, of)
-                found[index] = max(found[index] + round(error * size), 0)
-            return found
+            return [*map(max, zip(*self._backward_alone(of)))]
         times = of if what == "kept" and of else 1
         return [times * getattr(plan, what) for plan in self.plans]
 
-    def _backward_alone(self, of: frozenset[int]) -> list[int]:
-        """The most bytes that each plan's backward holds, of all sizes covered."""
-        found = self._backward_bytes(self.plans, of)
-        for other in self.covered:
-            found = [*map(max, found, other._backward_alone(of))]
+    def _backward_alone(self, of: frozenset[int]) -> list[list[int]]:
+        """By size and plan, the bytes of a backward that alone holds these inputs."""
+        compiled = self._compiled() if self.is_corrected else []
+        found = []
+        for at in self.sizes:
+            held = at.backward_bytes(at.plans, of)
+            for index in range(len(held) if compiled else 0):
+                near = _nearest(compiled, at, index)
+                size = max(at.plans[near.plan].backward, 1)
+                error = round(self._error_alone(near, of) * size)
+                held[index] = max(held[index] + error, 0)
+            found.append(held)
         return found
 
-    def _backward_bytes(
-        self, plans: Sequence[Footprint], of: frozenset[int]
-    ) -> list[int]:
-        """The bytes that each plan's backward holds if it alone holds these inputs."""
-        found = [0] * len(plans)
-        for chunks, (model, inputs, *_) in self.variants.items():
-            here = [at for at, plan in enumerate(plans) if plan.chunks == chunks]
-            if not here:
-                continue
-            alone = [inputs[index] for index in of if index in inputs]
-            own = {each.storage: each.nbytes for each in alone}
-            releasing = model.releasing(own)
-            # The bytes of eager code include these inputs, as if held to the end.
-            beside = releasing.held_by_caller + sum(own.values())
-            returned = own.keys() & model.outputs
-            evaluations = releasing.evaluate_all([plans[at].storages for at in here])
-            for at, each in zip(here, evaluations):
-                found[at] = max(each.step_peaks) - beside
-                found[at] += releasing.nbytes_of(returned - each.saved)
-        return found
+    def _error_alone(self, of_plan: _CompiledPlan, of: frozenset[int]) -> float:
+        key = *of_plan, of
+        if key not in self.errors_alone:
+            at, index, tell = of_plan
+            self.errors_alone[key] = at.error_alone(index, tell, of)
+        return self.errors_alone[key]
 
 
-def _most_similar_compiled(
-    plans: Sequence[Footprint], index: int, told: Iterable[int]
-) -> int:
+def _nearest(
+    compiled: Sequence[_CompiledPlan], at: SizedPlans, index: int
+) -> _CompiledPlan:
     """The compiled plan nearest to another one, which is itself if it was compiled.
 
-    Those with as many chunks come first, then those that keep about as many bytes.
+    Those with as many chunks come first, then those that keep about as many bytes; of
+    a plan's compiles, that of the same size, or of its trace.
     """
-    plan = plans[index]
+    plan = at.plans[index]
 
-    def distance(i: int) -> tuple[bool, bool, int, int]:
-        other = plans[i]
-        is_other = other.chunks != plan.chunks
-        return i != index, is_other, abs(other.kept - plan.kept), i
+    def distance(other: _CompiledPlan) -> tuple[Any, ...]:
+        own = at.plans[other.plan]
+        is_other = own.chunks != plan.chunks
+        near = other.plan != index, is_other, abs(own.kept - plan.kept), other.plan
+        return *near, other.at is not at, other.at.trace is not at.trace
 
-    return min(told, key=distance)
+    return min(compiled, key=distance)
+
+
+def _largest(menus: Sequence[Sequence[Footprint]]) -> list[Footprint]:
+    """The plans of the first of some lists, each with the most bytes that any has."""
+    found = []
+    for plans in zip(*menus):
+        kept, forward, backward = map(max, zip(*(plan[:3] for plan in plans)))
+        most = plans[0]._replace(kept=kept, forward=forward, backward=backward)
+        found.append(most)
+    return found

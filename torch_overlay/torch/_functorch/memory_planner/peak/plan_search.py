@@ -44,8 +44,9 @@ from ..graph.storages import CannotPlan
 from ..solver import lightest_items
 from .chains import add_plans_of_checkpoints, Chain, checkpoint_places
 from .footprint import Footprint, footprint_bytes
-from .menu import Menu, Variant
+from .menu import Menu
 from .plans import Plans, undominated
+from .sized_plans import SizedPlans, Variant
 
 
 if TYPE_CHECKING:
@@ -250,7 +251,8 @@ def menu_with_chunks(
     best = {0, *undominated([plan[:4] for plan in plans])}
     order = sorted(best, key=lambda i: (i != 0, plans[i].cost, plans[i].chunks))
     plans = [plans[i] for i in order]
-    return replace(menu, plans=plans, variants=variants, why_whole=joint.why_whole)
+    sizes = (SizedPlans(plans, variants, joint.joint),)
+    return replace(menu, plans=plans, sizes=sizes, why_whole=joint.why_whole)
 
 
 def plan_graph(
@@ -302,13 +304,15 @@ def menu_of_plans(
     best = [found[i] for i in undominated([plan[:4] for plan in found])]
     best.sort(key=lambda plan: plan.cost)
     primals = len(input_tensors(joint)) - len(model.tangents)
-    variants = {1: Variant(model, backward_inputs(joint, model))}
+    variant = Variant(model, backward_inputs(joint, model))
+    sized = SizedPlans(best, {1: variant}, joint.joint)
     is_known = joint.ask.estimator == "flops"
     work = sum(map(flops, joint.joint.nodes)) if is_known else 0
-    menu = Menu(best, variants, primals, work, missing)
+    menu = Menu(best, (sized,), primals, work, missing)
     first = found[0] if keeps_fastest else menu.no_larger_than(found[0])
     rest = (plan for plan in best if plan.storages != first.storages)
-    return replace(menu, plans=[first, *rest])
+    best = [first, *rest]
+    return replace(menu, plans=best, sizes=(replace(sized, plans=best),))
 
 
 def _footprints(plans: Plans) -> list[Footprint]:

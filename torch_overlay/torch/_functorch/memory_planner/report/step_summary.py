@@ -247,9 +247,9 @@ def summary_of(
 
 def _source_of_figures(plans: Sequence[Menu]) -> str:
     """Where figures come from: no more than is true of all graphs."""
-    if all(each.told for each in plans):
+    if all(each.compiled for each in plans):
         return "told by its compiles"
-    if any(each.told for each in plans):
+    if any(each.compiled for each in plans):
         return "told by its compiles where these can tell, else estimates"
     if any(each.model.is_fused for each in plans):
         return "estimates for inductor's kernels"

@@ -121,7 +121,7 @@ class StepBudget(StepWarnings):
         # The leaves of autograd that recorded steps saw.
         self._leaves: Leaves = weakref.WeakValueDictionary()
         # Whether something was learned that is not planned for yet.
-        self._is_new = False
+        self.has_news = False
         # Before which kind of event old gradients have to go for the plan to fit.
         self._must_drop_before = ""
         stored, why_not = self._file.read() if self._file is not None else (None, "")
@@ -157,10 +157,10 @@ class StepBudget(StepWarnings):
             recorded, self._recorded = self._recorded, None
             if recorded is not None:
                 self._learn_program(*recorded)
-            self._is_new |= self._learned.begin_step()
+            self.has_news |= self._learned.begin_step()
             self.watch.begin(self.counter.live())
             self._learn_start()
-            is_new, self._is_new = self._is_new, False
+            is_new, self.has_news = self.has_news, False
             if is_new and is_trained(self._learned.states):
                 self.make_plan()
             elif recorded is not None and self._must_drop_before:
@@ -202,7 +202,7 @@ class StepBudget(StepWarnings):
             if self.plan is not None and peak is not None:
                 self.measured_peak = peak
                 is_all = step.is_largest and step.states == self._learned.states
-                self._is_new |= self.watch.compare(peak, self.plan, is_all, self)
+                self.has_news |= self.watch.compare(peak, self.plan, is_all, self)
             if self.watch.warn_if_not_compiled(self):
                 self._recording.record_again(MOST_RECORDED)
             elif self._learned.have_other_calls_than(step.states):
@@ -221,13 +221,13 @@ class StepBudget(StepWarnings):
 
         Eager code may hold more during the step as well, so the step is recorded.
         """
-        if self.plan is None or self._recording.left or self._is_new:
+        if self.plan is None or self._recording.left or self.has_news:
             return
         more = self.watch.more_at_start(self.plan)
         if more:
             self._present = self._present._replace(given=self._present.given + more)
             # Only device_bytes counts them; other bounds are for a step's own bytes.
-            self._is_new = self.device_bytes is not None
+            self.has_news = self.device_bytes is not None
             self._recording.record_again(1)
 
     def _keep_recording(self, step: Step, recorder: Recorder) -> None:
@@ -296,14 +296,14 @@ class StepBudget(StepWarnings):
         is_dropped = self._learned.expect_dropped_gradients(dropped_before(recorder))
         self._learned.add_program(program)
         if is_dropped or not is_planned:
-            self._is_new = True
+            self.has_news = True
             if trains:
                 recording.learned_program(is_first)
         before = self._present
         self._present = Present(*map(max, before, recorder.bytes_at_next_start()))
         if self._stored and self.device_bytes is not None:
             least = NEGLIGIBLE * plan.predicted_peak if plan is not None else 0
-            self._is_new |= self._present.given > before.given + least
+            self.has_news |= self._present.given > before.given + least
 
     def note_gradients_left(self, kind: str, graph: int) -> None:
         """Warn, or record the next step, if the first event of a kind finds old ones."""
@@ -350,8 +350,6 @@ class StepBudget(StepWarnings):
         for number, graph in graphs.items():
             graph.expect_missing(learned.missing_in_backwards(number))
         growth = learned.growth(graphs) if is_growing else {}
-        # The next step is planned anew, for the sizes that they turn out to have.
-        self._is_new = any(factor > _GROWN for factor in growth.values())
 
         def compile_plans(plans: Iterable[Choice], is_last_resort: bool) -> None:
             """Compile each graph, in the size that ran last, by each plan."""
@@ -363,6 +361,8 @@ class StepBudget(StepWarnings):
 
         given = self._bound, self._present, self.watch.missed
         found = plan_step(graphs, learned, *given, growth, compile_plans)
+        # The next step is planned anew, for the sizes that calls turn out to have.
+        self.has_news = any(factor > _GROWN for factor in growth.values())
         plan = found.summary
         self.choices.update({graphs[n]: each for n, each in found.choices.items()})
         self.plan, self._spare = plan, found.spare

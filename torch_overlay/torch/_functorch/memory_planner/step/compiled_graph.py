@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from ..graph.joint import BudgetedGraph
+    from ..peak.footprint import Tell
     from ..peak.menu import Menu
     from ..report.saved_values import Plan
     from .budget import StepBudget
@@ -131,10 +132,7 @@ class CompiledGraph:
         plans = self.plans.at_sizes_of(joint)
         more = times_larger(plans.model, self.plans.model)
         scale = self.scales[sizes] = self._scale * more
-        if plans.plans_hold_no_more(self.graph.plans):
-            return False
-        self.graph.grow(scale, joint, plans)
-        return True
+        return self.graph.cover(scale, joint, plans)
 
     def _call(self, args: list[Any]) -> Any:
         step, code = running_step(), self._first_code
@@ -166,6 +164,7 @@ class CompiledGraph:
         graph, sizes = self.graph, values_of_symbols(args, self._symbols)
         # It may have been compiled in a step of another budget.
         step.budget.graphs[graph.number] = graph
+        graph.current = weakref.ref(self)
         failure = f"{graph.name} has no plans for larger calls"
         with step.budget.warn_on_failure(failure):
             if self.cover_sizes(sizes) and graph in step.choices:
@@ -174,7 +173,6 @@ class CompiledGraph:
         call = step.begin(graph, scale, size_evaluator(self._symbols, sizes))
         plan = self.compiled_as_good(step.plan_of(graph, call.slot))
         call.plan = step.plan_of_repeated_call(self, call, plan)
-        graph.current = weakref.ref(self)
         return call
 
     # -------------------------------------------------------------- its compiles
@@ -220,14 +218,15 @@ class CompiledGraph:
                 with self._warn_of_failure(budget), self._as_traced():
                     self._codes[plan] = self._compile_by_plan(plan)
             margin = self.traced.joint.ask.peak_margin
-            is_guarded = plan in self._tried_guarded or not can_guard()
-            may_gain = plan in self.plans.told and (
+            may_gain = (
                 is_last_resort
                 or plan in self.graph.guarded
                 or self.plans.holds_more(plan, margin)
             )
-            if may_gain and not is_guarded:
-                self._tried_guarded.add(plan)
+            if plan in self._tried_guarded or not may_gain:
+                continue
+            self._tried_guarded.add(plan)
+            if plan in self.plans.compiled and can_guard():
                 failure = f"{self.graph.name} failed to compile with fusions guarded"
                 # On failure, what was compiled stays, and is known to hold more.
                 with budget.warn_on_failure(failure, False), self._as_traced():
@@ -296,8 +295,7 @@ class CompiledGraph:
                 compiled.backward, module, inputs, absent, self._as_traced
             )
             if compiled.tell is not None:
-                told = request.chosen, compiled.tell
-                self.plans.record_told(*told, only_if_less=is_guarded)
+                self._record_told(request.chosen, compiled.tell, is_guarded)
             return result
 
         run, metadata = self._compile_graph(
@@ -311,6 +309,15 @@ class CompiledGraph:
         code = _Code(run, metadata, outputs, kernels)
         self._list_report(code)
         return code
+
+    def _record_told(self, plan: int, tell: Tell, is_guarded: bool) -> None:
+        """Record what a compile told; if that is more than of other traces, plan anew."""
+        graph, step = self.graph, running_step()
+        is_known, expected = graph.plans.compiled, graph.plans.corrected().plans[plan]
+        self.plans.record_told(plan, tell, only_if_less=is_guarded)
+        is_more = not self.plans.corrected().plans[plan].holds_no_more(expected)
+        if is_known and is_more and step is not None:
+            step.budget.has_news = True
 
     def _forward(self, run: Callable[..., Any], args: list[Any]) -> Any:
         step = running_step()

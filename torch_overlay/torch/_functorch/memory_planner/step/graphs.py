@@ -56,15 +56,22 @@ class Graph:
     @property
     def sizes_vary(self) -> bool:
         """Whether its calls have other sizes than the first, or may have."""
-        are_several = self.scale != 1.0 or bool(self.plans.covered)
+        first, *others = self.plans.sizes
+        is_largest = all(each.hold_no_more(first) for each in others)
+        are_several = self.scale != 1.0 or not is_largest
         return are_several or has_symbolic_sizes(self.largest.joint)
 
-    def grow(self, scale: float, joint: BudgetedGraph, plans: Menu) -> None:
-        """Make the plans cover calls of this size, too."""
-        if scale > self.scale:
+    def cover(self, scale: float, joint: BudgetedGraph, plans: Menu) -> bool:
+        """Make the plans cover calls of this size, too; return whether they hold more.
+
+        They may do so only as compiled, where this is another trace.
+        """
+        is_more = not plans.corrected().hold_no_more(self.plans.corrected())
+        if is_more and scale > self.scale:
             self.scale, self.largest = scale, joint
             self.plans, plans = plans, self.plans
-        self.plans = self.plans.with_larger_footprints(plans)
+        self.plans = self.plans.with_sizes_of(plans)
+        return is_more
 
     def expect_missing(self, missing: Optional[Missing]) -> None:
         """Make plans for calls that miss this, unless they are for those already."""

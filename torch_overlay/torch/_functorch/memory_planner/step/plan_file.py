@@ -21,7 +21,8 @@ from ..decision import Head
 from ..graph.inputs_outputs import Missing
 from ..peak.curve import Held
 from ..peak.footprint import Footprint
-from ..peak.menu import Menu, Variant
+from ..peak.menu import Menu
+from ..peak.sized_plans import SizedPlans, Variant
 from ..report.step_summary import GraphUse, Moment, StepSummary
 from .calls import State
 from .plan_step import Present
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 
 _FORMAT = "plan of a StepBudget"
-_VERSION = 3
+_VERSION = 4
 
 
 class StoredGraph(NamedTuple):
@@ -62,7 +63,7 @@ class StoredGraph(NamedTuple):
     def of(cls, graph: Graph, choice: tuple[int, ...]) -> StoredGraph:
         plans, guarded = graph.plans, frozenset(graph.guarded)
         heads = {n: (each.rows, each.cost) for n, each in plans.variants.items()}
-        menu = replace(plans, variants={}, told={}, errors_alone={})
+        menu = replace(plans, sizes=(), told={}, errors_alone={})
         return cls(graph.key, menu, heads, graph.lean, choice, guarded)
 
     def plans_of(self, joint: BudgetedGraph) -> Menu:
@@ -72,7 +73,8 @@ class StoredGraph(NamedTuple):
             n: Variant.of(joint.variants[n], missing)._replace(rows=rows, cost=cost)
             for n, (rows, cost) in self.heads.items()
         }
-        return replace(self.menu, variants=variants)
+        sized = SizedPlans(self.menu.plans, variants, joint.joint)
+        return replace(self.menu, sizes=(sized,))
 
 
 @dataclass
