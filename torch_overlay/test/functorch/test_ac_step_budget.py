@@ -274,10 +274,15 @@ def usual_gradients():
 
 
 class CheckpointedNet(Net):
+    def __init__(self, together=1, **options):
+        super().__init__(**options)
+        self.together = together
+
     def forward(self, x):
         x = self.embed(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
+        for first in range(0, len(self.blocks), self.together):
+            blocks = self.blocks[first : first + self.together]
+            x = checkpoint(nn.Sequential(*blocks), x, use_reentrant=False)
         return self.head(x).square().mean()
 
 
@@ -376,7 +381,11 @@ STEPS = {
     # To draw its bits, MKL makes an int of each.
     "dropout": Way(lambda: Net(dropout=0.2), scratch=4 * BATCH * 4 * WIDTH),
     "in_flight": Way(batches=3, train=in_flight, calls=(12,)),
-    "checkpointed": Way(CheckpointedNet, calls=(8,), close=0.1),
+    # Each checkpoint keeps the state of a generator, which no plan counts.
+    "checkpointed": Way(CheckpointedNet, calls=(8,), close=0.02),
+    "checkpointed_in_pairs": Way(
+        lambda: CheckpointedNet(2), calls=(8,), shares=(0.0, 1.0), close=0.02
+    ),
     "checkpoints_inside": Way(
         lambda: Net(2, dropout=0.2, block=CheckpointInside),
         calls=(2,),

@@ -54,18 +54,19 @@ def allowed_peak(budget: float, floor: int, fastest: int) -> int:
 
 
 class Held(NamedTuple):
-    """What the call in ``slot`` of the graph numbered ``graph`` holds at a moment.
+    """What calls in ``slot`` of the graph numbered ``graph`` hold at a moment.
 
     ``what`` is "kept" for a call that waits for its backward, "forward" or "backward"
     for the one that runs, and "output" for a result that is only live if it is saved.
     ``of`` is the index of the output; for "backward", those of the inputs that it alone
-    holds; for "kept", the number of such calls, if not one.
+    holds.  So many ``calls`` hold it at once.
     """
 
     graph: int
     slot: int
     what: str
     of: Any = None
+    calls: int = 1
 
 
 # A step's moments: what calls hold at each one, with the most bytes that eager code has
@@ -222,7 +223,8 @@ class Curve:
         for at, moment in enumerate(moments):
             for held in moment:
                 if held.graph == graph:
-                    live[held.slot + 1, at] += nbytes(held.what, held.of)
+                    own = held.calls * nbytes(held.what, held.of)
+                    live[held.slot + 1, at] += own
         return live.cumsum(0).permute(2, 0, 1)
 
     def _search(self) -> list[Choice]:

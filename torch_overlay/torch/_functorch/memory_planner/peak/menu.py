@@ -221,8 +221,7 @@ class Menu:
             return [nbytes * (of in plan.outputs) for plan in self.plans]
         if what == "backward" and of:
             return [*map(max, zip(*self._backward_alone(of)))]
-        times = of if what == "kept" and of else 1
-        return [times * getattr(plan, what) for plan in self.plans]
+        return [getattr(plan, what) for plan in self.plans]
 
     def _backward_alone(self, of: frozenset[int]) -> list[list[int]]:
         """By size and plan, the bytes of a backward that alone holds these inputs."""

@@ -90,7 +90,7 @@ class PeakBytes:
 
     def moments(self, menu: Menu) -> Moments:
         """The moments of a one-call step, beside calls that wait for their backward."""
-        waiting = [Held(0, 0, "kept", self.calls - 1)] if self.calls > 1 else []
+        waiting = [Held(0, 0, "kept", calls=self.calls - 1)] if self.calls > 1 else []
         return {
             frozenset([*waiting, Held(0, 0, "forward")]): 0,
             frozenset([*waiting, Held(0, 0, "backward")]): menu.model.held_by_caller,

@@ -296,9 +296,9 @@ def _describe_moments(
 
     for held, nbytes in moments.items():
         what, saved, transient = "eager code", 0, 0
-        for graph, slot, kind, of in held:
+        for graph, slot, kind, of, times in held:
             index = plan.choices[graph][slot]
-            size = live(graph, kind, of)[index]
+            size = times * live(graph, kind, of)[index]
             if kind not in ("forward", "backward"):
                 saved += size
                 continue

@@ -8,6 +8,7 @@ from typing import Any, Callable, Optional, TYPE_CHECKING
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import _recomputation_hook
 
 from .recorder import tensors_in
 from .single_graph_warnings import CALL, node_of_backward
@@ -32,9 +33,11 @@ class Call:
     # How many times as large it is as the first call of its graph.
     scale: float
     slot: int
-    keeps_saved: bool
     # Evaluates a symbolic size.
     as_int: Callable[[Any], int]
+    # The hooks that a checkpoint has set around it, if any: in its first run, they keep
+    # nothing of what it saves.
+    hook: str = ""
     plan: int = 0
     # The indices of outputs that it saves, too.
     saved: frozenset[int] = frozenset()
@@ -47,6 +50,15 @@ class Call:
     inputs: list[Optional[int]] = field(default_factory=list)
     # Kept for its callback, which tells when the node dies without having run.
     node: Optional[weakref.ref[Any]] = None
+
+    @property
+    def is_rerun(self) -> bool:
+        """Whether a checkpoint runs it again, for the backward of another call."""
+        return self.hook == _recomputation_hook.__name__
+
+    @property
+    def keeps_saved(self) -> bool:
+        return not self.hook or self.is_rerun
 
     def dropped_outputs(self) -> frozenset[int]:
         """The indices of outputs that nobody holds any more, except as saved values."""
@@ -86,6 +98,10 @@ class Call:
         If it ``may_miss`` tangents, notice when the caller drops an output.
         """
         node = node_of_backward(result)
+        if self.is_rerun:
+            if node is not None:
+                node.metadata[CALL] = None
+            return
         if node is None:
             self.step.end(self)
             return

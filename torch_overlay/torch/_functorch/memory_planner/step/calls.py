@@ -100,8 +100,10 @@ class Step:
         self._key = 0
         # Backwards make gradients in the first round, and add to them in later ones.
         self._is_first_round = True
-        # The plans of calls that a checkpoint runs again, which must save the same.
+        # The plans of calls that a checkpoint runs again, which must save the same, and
+        # the calls that it has run again, until their backwards begin.
         self._checkpointed: dict[CompiledGraph, int] = {}
+        self._reruns: dict[CompiledGraph, list[Call]] = {}
         self._context = ExitStack()
         # The step of another budget within which this one runs.
         self.outer: Optional[Step] = None
@@ -127,29 +129,45 @@ class Step:
     def begin(self, graph: Graph, scale: float, as_int: Callable[[Any], int]) -> Call:
         """Start a call of a graph, ``scale`` times as large as its first one."""
         self.is_largest &= scale >= graph.scale / _ROUNDED
-        keeps_saved = not self._is_checkpointed()
-        slot = self.next_slot(graph) if keeps_saved else 0
-        call = Call(graph, self, scale, slot, keeps_saved, as_int)
-        self._note_call("F", call, keeps_saved)
-        if keeps_saved:
+        hook = self._hook_of_checkpoint()
+        # All that a checkpoint runs again run by one plan, and so have one slot.
+        slot = 0 if hook else self.next_slot(graph)
+        call = Call(graph, self, scale, slot, as_int, hook)
+        self._note_call("F", call, call.keeps_saved)
+        if call.keeps_saved:
             self._waiting.add(call)
-            self._key ^= hash((graph.number, slot))
+            self._key += hash((graph.number, slot))
         return call
 
     def plan_of_repeated_call(
         self, compiled: CompiledGraph, call: Call, plan: int
     ) -> int:
         """The plan of a call: the one it had before, if a checkpoint runs it again."""
-        if call.keeps_saved and compiled not in self._checkpointed:
+        if not call.hook:
             return plan
+        if call.is_rerun:
+            self._reruns.setdefault(compiled, []).append(call)
         return self._checkpointed.setdefault(compiled, plan)
 
     def begin_backward(
-        self, call: Call, is_retained: bool, absent: frozenset[int]
-    ) -> None:
+        self,
+        compiled: CompiledGraph,
+        call: Call,
+        is_retained: bool,
+        absent: frozenset[int],
+    ) -> Call:
+        """Begin the backward of a call, and return the call that saved values for it.
+
+        That is another one if a checkpoint ran it again.
+        """
+        missing = Missing(absent, call.dropped_outputs()) if absent else None
+        reruns = self._reruns.get(compiled) if call.hook else None
+        if reruns:
+            call = reruns[-1] if is_retained else reruns.pop()
         # Set each time: a retained backward may run again, with other tangents.
-        call.missing = Missing(absent, call.dropped_outputs()) if absent else None
+        call.missing = missing
         self._note_call("B", call, is_retained)
+        return call
 
     def begin_without_backward(
         self, graph: int, name: str, size: int, peak: Optional[int]
@@ -234,16 +252,16 @@ class Step:
         is_waiting = call in self._waiting
         if is_waiting:
             self._waiting.discard(call)
-            self._key ^= hash((call.graph.number, call.slot))
+            self._key -= hash((call.graph.number, call.slot))
         if has_run and not self._waiting:
             self._is_first_round = False
         return is_waiting
 
-    def _is_checkpointed(self) -> bool:
-        """Whether a checkpoint around the call keeps nothing of it and reruns it."""
+    def _hook_of_checkpoint(self) -> str:
+        """The name of the hooks that a checkpoint has set around the call, or empty."""
         hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is None:
-            return False
+            return ""
         pack, _ = hooks
         if getattr(pack, "__module__", None) == torch.utils.checkpoint.__name__:
             modes = _get_current_dispatch_mode_stack()
@@ -254,9 +272,9 @@ class Step:
                     "compiled",
                     "selective",
                 )
-            return True
+            return str(pack.__qualname__).partition(".")[0]
         self.budget.warn(
             "saved-tensor hooks are set around compiled graphs; whatever they keep "
             "instead of a saved value is counted as if the value were kept"
         )
-        return False
+        return ""

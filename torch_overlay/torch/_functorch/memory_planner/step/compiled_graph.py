@@ -153,7 +153,8 @@ class CompiledGraph:
                     call.await_backward(result, self.traced.may_miss)
             return result
         except BaseException:
-            if call is not None:
+            # A checkpoint stops by an exception once all is saved that it is to save.
+            if call is not None and not call.is_rerun:
                 step.end(call)
             raise
         finally:
@@ -338,7 +339,7 @@ class CompiledGraph:
             return run(args)
         is_retained = torch._C._autograd._get_current_graph_task_keep_graph()
         self._is_retained |= is_retained
-        step.begin_backward(call, is_retained, absent)
+        call = step.begin_backward(self, call, is_retained, absent)
         results = call.run_backward(run, args, is_retained)
         if not is_retained:
             step.end(call, has_run=True)

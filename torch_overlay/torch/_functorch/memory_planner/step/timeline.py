@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 from ..peak.curve import Held
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from .graphs import Graph
     from .recorder import Recorder
@@ -60,7 +61,7 @@ def peak_under_plans(
 
     def held_by(each: Held) -> int:
         index = chosen[each.graph][each.slot]
-        return live(each.graph, each.what, each.of)[index]
+        return each.calls * live(each.graph, each.what, each.of)[index]
 
     return max(
         nbytes.total + sum(map(held_by, held)) for held, nbytes in moments.items()
@@ -210,17 +211,19 @@ class StepTimeline:
         held = self._held_by_waiting(self._waiting)
         self._note_moment(self._most, held)
         call = event.call
+        own = call.graph.number, call.slot
         if event.kind == "F":
             self._count_call(call)
-            held |= self._held_by(call, "forward")
+            held |= {Held(*own, "forward")}
         else:
-            held = self._held_by_waiting({**self._waiting, call: None})
+            waiting = {**self._waiting, call: None}
             alone: frozenset[int] = frozenset()
             if not event.flag:
                 # What was kept is freed during the backward, whose peak includes it.
-                held -= self._held_by(call, "kept")
+                del waiting[call]
                 alone = self._held_alone(at, event)
-            held |= self._held_by(call, "backward", alone)
+            held = self._held_by_waiting(waiting, call)
+            held |= {Held(*own, "backward", alone)}
         self._passing = 0
         self._most = self._live()
         self._note_moment(self._most, held)
@@ -240,20 +243,18 @@ class StepTimeline:
         """Note the most bytes that eager code has while calls hold this."""
         self.moments[held] = max(nbytes, self.moments.get(held, nbytes))
 
-    def _held_by(self, call: Any, what: str, of: Any = None) -> frozenset[Held]:
-        return frozenset([Held(call.graph.number, call.slot, what, of)])
-
-    def _held_by_waiting(self, calls: Iterable[Any]) -> frozenset[Held]:
-        """What waiting calls keep, and their outputs that nobody holds."""
-        return frozenset().union(
-            *(self._held_by(call, "kept") for call in calls),
-            *(
-                self._held_by(call, "output", index)
-                for call in calls
+    def _held_by_waiting(
+        self, waiting: Mapping[Any, None], running: Any = None
+    ) -> frozenset[Held]:
+        """What waiting calls keep, and outputs that nobody holds, of ``running`` too."""
+        found = Counter(Held(each.graph.number, each.slot, "kept") for each in waiting)
+        for call in {**waiting, running: None} if running is not None else waiting:
+            found.update(
+                Held(call.graph.number, call.slot, "output", index)
                 for index, s in enumerate(call.outputs)
                 if s is not None and s not in self._beyond
-            ),
-        )
+            )
+        return frozenset(held._replace(calls=calls) for held, calls in found.items())
 
     def _held_alone(self, at: int, begin: Event) -> frozenset[int]:
         """The indices of inputs that only the backward holds, as they die in it."""
