@@ -36,6 +36,7 @@ partitioned and compiled again from their joint graphs.
         planner_path("step/recording_schedule"),
         planner_path("step/current_step"),
         planner_path("step/timeline"),
+        planner_path("step/tensors"),
         planner_path("step/traced_graph"),
         planner_path("step/messages"),
         planner_path("step/peak_check"),

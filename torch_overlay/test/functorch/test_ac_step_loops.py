@@ -17,6 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch._functorch import config
 from torch._functorch.memory_planner.graph import joint
+from torch._functorch.memory_planner.report.saved_values import format_bytes
 from torch._functorch.memory_planner.step.budget import StepBudget, StepBudgetError
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache
@@ -192,8 +193,10 @@ class StepLoopsTest(TestCase):
         budget = StepBudget(share=0.5)
         with self.assertLogs(*LOG) as logs:
             peaks = self.run_steps(budget, step, 70)
-        self.assertEqual(len(logs.output), 1)
-        self.assertIn("a step held", logs.output[0])
+        # The second time, it was more.
+        self.assertLessEqual(len(logs.output), 2)
+        for line in logs.output:
+            self.assertIn("a step held", line)
         self.check(budget, max(peaks[-2:]))
 
     @parametrize("place", ("outside", "inside"))
@@ -425,6 +428,64 @@ class StepLoopsTest(TestCase):
         with self.assertNoLogs(*LOG):
             peaks = self.run_steps(budget, step)
         self.check(budget, peaks[-1])
+
+    def test_a_step_within_a_step_of_the_same_budget(self):
+        model, budget = Net(1), StepBudget(share=0.5)
+        with self.assertLogs(*LOG) as logs:
+            for _ in range(2):
+                with budget, budget:
+                    model(batch()).sum().backward()
+        self.assertEqual(len(logs.output), 1)
+        self.assertIn("within another one of the same budget", logs.output[0])
+
+    def test_each_excess_is_told(self):
+        # First too few losses are added up to matter, later more.
+        model = Net(1)
+
+        def step(at):
+            rows = 32 if at == 5 else 512
+            losses = [model(batch(rows)).sum() for _ in range(losses_at.get(at, 1))]
+            sum(losses).backward()
+            model.zero_grad()
+
+        losses_at = {5: 2, 16: 6, 17: 6, 18: 6}
+        usual = max(self.run_steps(contextlib.nullcontext(), step, 4))
+        torch._dynamo.reset()
+        budget = StepBudget(peak_bytes=1.2 * usual)
+        with self.assertLogs(*LOG) as logs:
+            peaks = self.run_steps(budget, step, 19)
+        first, again, held, lowest = logs.output
+        for line in (first, again):
+            self.assertIn("more calls of Block at once than 1", line)
+        self.assertIn(f"a step held {format_bytes(peaks[17])}", held)
+        self.assertIn("the lowest peak found is", lowest)
+
+    def test_sparse_gradients(self):
+        model, words = Net(1), nn.Embedding(4096, WIDTH, sparse=True)
+        optimizer = torch.optim.SGD(words.parameters(), lr=0.1)
+
+        def step(at):
+            # The gradient has a row for each word that was read.
+            for text in torch.arange(2048).repeat_interleave(2).split(512):
+                model(words(text)).square().mean().backward()
+            optimizer.step()
+            model.zero_grad()
+            optimizer.zero_grad()
+
+        budget = StepBudget(share=0.0)
+        with self.assertNoLogs(*LOG):
+            peaks = self.run_steps(budget, step)
+        self.check(budget, peaks[-1])
+
+    def test_a_function_that_is_traced_by_jit(self):
+        model, budget = Net(1), StepBudget(share=0.5)
+
+        def step(at):
+            model(batch()).sum().backward()
+            torch.jit.trace(lambda x: x.sin() * 0.5, batch())
+
+        with self.assertNoLogs(*LOG):
+            self.run_steps(budget, step)
 
     def test_budget_within_a_step_of_another(self):
         outer, inner = Net(), Net(2)

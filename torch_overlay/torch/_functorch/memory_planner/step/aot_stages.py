@@ -25,8 +25,8 @@ from ..graph.symbols import (
 from .aot_calls import boxed_call, name_of_module_or_function
 from .compiled_graph import CompiledGraph
 from .current_step import running_step
-from .recorder import storages_in
 from .single_graph_warnings import with_warnings
+from .tensors import storages_in
 
 
 def track_training_graphs(compile_graph: Callable[..., Any]) -> Callable[..., Any]:

@@ -42,7 +42,7 @@ from .plan_step import Bound, plan_step, Present
 from .recorder import Leaves, Recorder
 from .recording_schedule import MOST_RECORDED, Recording
 from .step_programs import dropped_before, LearnedPrograms, step_program_of
-from .timeline import peak_under_plans, StepTimeline
+from .timeline import peak_of_recording, StepTimeline
 
 
 if TYPE_CHECKING:
@@ -152,7 +152,12 @@ class StepBudget(StepWarnings):
 
     def __enter__(self) -> Self:
         # An exception may have kept a callback from ending the last step.
-        close_step_of(self)
+        left = close_step_of(self)
+        if left is not None and left.caller.is_running:
+            self.warn(
+                "a step began within another one of the same budget, which ended there; "
+                "what it holds from then on is not counted"
+            )
         with self.warn_on_failure("no plan could be made for the step"):
             recorded, self._recorded = self._recorded, None
             if recorded is not None:
@@ -235,30 +240,24 @@ class StepBudget(StepWarnings):
         if recorder.error is not None:
             self._learned.states |= step.states
             raise recorder.error
-        is_seen = recorder.saw_unplanned or recorder.saw_uncounted
-        if is_seen and not self.has_unplanned:
-            self.has_unplanned = True
-            uncounted = ", nor are their kernels counted" * recorder.saw_uncounted
-            self.warn(
-                "compiled graphs ran in the step that have no plan of this budget"
-                f"{uncounted}; if they were compiled earlier, call "
-                "torch.compiler.reset() first"
-            )
+        if recorder.saw_unplanned or recorder.saw_uncounted:
+            self.warn_of_other_graphs(recorder.saw_uncounted)
         is_idle = not is_trained(step.states | self._learned.states)
         if is_idle and self._recording.recorded_without_backward() and not self.reasons:
             self.warn(
-                "no backward of a compiled graph was seen in this step; if the model "
-                "was compiled earlier, call torch.compiler.reset() first"
+                "no backward of a compiled graph was seen in this step; run the whole "
+                "step within `with budget:`, its backward, too; if the model was "
+                "compiled earlier, call torch.compiler.reset() first"
             )
         self._recorded = recorder, step.states
-        if self.plan is not None and step.states <= self._learned.states:
+        new = step.states - self._learned.states
+        # Plans tell of the largest calls.
+        if self.plan is not None and (step.is_largest or not new):
             # A process that begins with stored plans has yet to make what they find.
-            lasting = recorder.lasting_bytes() if self._stored else 0
-            given, counts = recorder.existing, bool(lasting)
-            timeline = StepTimeline(recorder, given=given, counts_lasting=counts)
-            peak = peak_under_plans(timeline.moments, self.choices) - lasting
-            held = peak + self._bound.counted(self._present)
-            self.watch.warn_of_excess(held, self.plan, self)
+            has_lasting = bool(self._stored)
+            held = peak_of_recording(recorder, self.graphs.values(), has_lasting)
+            held += self._bound.counted(self._present)
+            self.watch.warn_of_excess(held, self.plan, self, has_new_calls=bool(new))
 
     def has_room_for(self, nbytes: float, while_waiting: bool) -> bool:
         """Whether ``nbytes`` that no plan counts fit; few do while calls wait."""
@@ -316,11 +315,14 @@ class StepBudget(StepWarnings):
 
     def _warn_if_over(self) -> None:
         if self.plan is not None and self.plan.predicted_peak > self.plan.allowed:
-            self.warn(self.plan.why_over, "lowest")
+            self.warn(self.plan.why_over, "lowest", nbytes=self.plan.predicted_peak)
 
     def warn_unplanned(self, state: State) -> None:
         """Warn that a step was not planned for, because of this new state."""
-        self.warn(self._learned.why_unplanned(state), f"another {state.name}")
+        reason = self._learned.why_unplanned(state, self.strict)
+        # Each time that steps are recorded for it, which is ever less often.
+        occasion = self._recording.occasions
+        self.warn(reason, f"another {state.name}", occasion=occasion)
 
     def plans_in_file(self, number: int, name: str, key: str) -> Optional[StoredGraph]:
         """The file's plans for a graph, None if it has none.

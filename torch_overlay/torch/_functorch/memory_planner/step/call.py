@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _recomputation_hook
 
-from .recorder import tensors_in
 from .single_graph_warnings import CALL, node_of_backward
+from .tensors import tensors_in
 from .timeline import Event
 
 

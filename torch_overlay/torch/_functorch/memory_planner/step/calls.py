@@ -22,7 +22,7 @@ from torch.utils.checkpoint import _CachingTorchDispatchMode
 from ..graph.inputs_outputs import Missing
 from .call import Call
 from .current_step import Caller, running
-from .recorder import storages_in
+from .tensors import storages_in
 
 
 if TYPE_CHECKING:

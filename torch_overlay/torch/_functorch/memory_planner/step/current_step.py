@@ -57,6 +57,8 @@ def close_step_of(budget: StepBudget) -> Optional[Step]:
     """Close the running step of a budget, and those that were begun within it."""
     steps = [*running_steps()]
     own = next((step for step in steps if step.budget is budget), None)
+    if own is not None:
+        own.caller.has_failed()
     for step in steps[: steps.index(own) + 1] if own is not None else ():
         step.leave()
     return own
@@ -82,6 +84,8 @@ class Caller:
             frame = frame.f_back
         self._frame, self._thread = frame, threading.get_ident()
         self._has_failed = False
+        # Whether the code that began the step was still running when last asked.
+        self.is_running = frame is not None
 
     def has_failed(self) -> bool:
         """Whether an exception has ended that code.  O(depth of the stack)."""
@@ -90,6 +94,7 @@ class Caller:
         while self._frame is not None and not _is_running(self._frame):
             # If this frame has returned, its caller may still end the step.
             frame, self._frame = self._frame, self._frame.f_back
+            self.is_running = False
             if frame.f_code.co_flags & _RESUMED:
                 self._frame = None
             elif not _has_returned(frame):

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 # This many plans are logged at first, and then every tenth.
 _TOLD = 3
+# The factor by which bytes have to grow for a warning of the same kind to be logged.
+_MORE = 1.05
 
 
 class StepBudgetError(RuntimeError):
@@ -31,8 +33,10 @@ class StepWarnings:
         self._name, self.strict = name, strict
         # Whether a warning has told of graphs without a plan.
         self.has_unplanned = False
-        # The last reason of each kind, and the number of plans so far.
+        # The last reason of each kind, the bytes that were logged with it, and the number
+        # of plans so far.
         self._reasons: dict[str, str] = {}
+        self._logged: dict[tuple[str, int], int] = {}
         self._plans = 0
         # What a strict budget would raise, where that has to wait.
         self._held_back: Optional[list[StepBudgetError]] = None
@@ -69,11 +73,31 @@ class StepWarnings:
         if held_back:
             raise held_back[0]
 
-    def warn(self, reason: str, kind: str = "", is_risk: bool = True) -> None:
+    def warn_of_other_graphs(self, are_uncounted: bool) -> None:
+        """Warn once that compiled graphs ran that are not the budget's."""
+        if self.has_unplanned:
+            return
+        self.has_unplanned = True
+        uncounted = ", nor are their kernels counted" * are_uncounted
+        self.warn(
+            f"compiled graphs ran in the step that have no plan of this budget{uncounted}; "
+            "if they were compiled earlier, call torch.compiler.reset() first"
+        )
+
+    def warn(
+        self,
+        reason: str,
+        kind: str = "",
+        is_risk: bool = True,
+        nbytes: int = 0,
+        occasion: int = 0,
+    ) -> None:
         """Log the first reason of each ``kind``, and keep the last for the report.
 
-        A reason without a kind is one of its own.  If it ``is_risk``, the bound may be
-        exceeded, and a strict budget raises StepBudgetError instead.
+        Another one is logged if it is of clearly more bytes than all before, or has
+        another number as its ``occasion``.  A reason without a kind is one of its own.
+        If it ``is_risk``, the bound may be exceeded, and a strict budget raises
+        StepBudgetError instead.
         """
         risk = " may be exceeded" if is_risk else ""
         if self.strict and is_risk:
@@ -82,9 +106,12 @@ class StepWarnings:
                 raise error
             self._held_back.append(error)
             return
-        if (kind or reason) not in self._reasons:
+        kind = kind or reason
+        key = kind, occasion
+        if key not in self._logged or nbytes > _MORE * self._logged[key]:
             log.warning("%s%s: %s", self._name, risk, reason)
-        self._reasons[kind or reason] = f"may be exceeded: {reason}" if risk else reason
+            self._logged[key] = nbytes
+        self._reasons[kind] = f"may be exceeded: {reason}" if risk else reason
 
     def tell(self, headline: str) -> None:
         """Log a line that is shown by default, too, when torch shows warnings only."""

@@ -170,6 +170,7 @@ class PeakWatch:
                 f"{format_bytes(plan.predicted_peak)} were predicted",
                 "counted",
                 is_risk=missed > 0,
+                nbytes=peak,
             )
         # The next prediction would miss the same bytes.
         misses = peak > plan.allowed and missed > self.missed * (1 + _MISS)
@@ -178,18 +179,28 @@ class PeakWatch:
         return misses
 
     def warn_of_excess(
-        self, held: int, plan: StepSummary, warns: StepWarnings, more: int = 0
+        self,
+        held: int,
+        plan: StepSummary,
+        warns: StepWarnings,
+        more: int = 0,
+        has_new_calls: bool = False,
     ) -> None:
-        """Warn if a step held more than is allowed, because of eager code.
+        """Warn if a step held more than is allowed, as some of it is not planned for.
 
-        An excess of ``more`` bytes is always tolerated.
+        That is calls or, by default, eager code.  An excess of ``more`` bytes is always
+        tolerated.
         """
         allowed = max(plan.allowed, plan.predicted_peak)
         if held > allowed + max(SLACK * allowed, more):
+            what = (
+                "some of its calls" if has_new_calls else "what eager code holds in it"
+            )
             warns.warn(
                 f"a step held {format_bytes(held)}, and {format_bytes(plan.allowed)} "
-                "are allowed; what eager code holds in it had not been recorded",
+                f"are allowed; {what} had not been recorded",
                 "eager",
+                nbytes=held,
             )
 
     def warn_of_workspace(

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from .current_step import _abandon, Caller, running, running_step, running_steps
 from .single_graph_warnings import CALL, is_compiled
+from .tensors import numbers_as_tensors, plain_tensors
 from .timeline import Event
 
 if TYPE_CHECKING:
@@ -138,7 +139,13 @@ class Recorder(TorchDispatchMode):
         # lift_fresh is given a tensor just made, out of the dispatcher's sight.
         if func is not torch.ops.aten.lift_fresh.default:
             self.storage_numbers((args, kwargs), is_existing=True)
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError:
+            given = numbers_as_tensors(func, args)
+            if given is None:
+                raise
+            result = func(*given, **kwargs)
         self.storage_numbers(result)
         return result
 
@@ -201,7 +208,7 @@ class Recorder(TorchDispatchMode):
     def _storages(self, values: Any) -> Iterator[torch.UntypedStorage]:
         if self.error is not None:
             return
-        for value in _plain_tensors(tree_leaves(values)):
+        for value in plain_tensors(tree_leaves(values)):
             storage = value.untyped_storage()
             # A fake tensor's device differs from its storage's.
             if storage.device.type == self.device:
@@ -379,22 +386,3 @@ def _run_recorded_graph(graph: Any, inputs: Any) -> Any:
     for recorder in recorders:
         recorder.note_run(getattr(graph, "memory", None), list(result))
     return result
-
-
-def _plain_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors that have a storage, those that subclasses wrap among them."""
-    for value in tensors_in(values):
-        if hasattr(value, "__tensor_flatten__"):
-            names, _ = value.__tensor_flatten__()
-            yield from _plain_tensors([getattr(value, name) for name in names])
-        elif value.layout is torch.strided:
-            yield value
-
-
-def storages_in(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
-    """The storages of tensors, and of those that subclasses wrap."""
-    return (each.untyped_storage() for each in _plain_tensors(values))
-
-
-def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
-    return [each for each in values if isinstance(each, torch.Tensor)]

@@ -21,6 +21,8 @@ class Recording:
         self.expects_new = True
         # Steps until recording may start again, and the pause that is part of them.
         self._wait = self._pause = 0
+        # How often recording has started again.
+        self.occasions = 0
         self._steps, self._next_check = 0, _FIRST_CHECK
         # How many of the next steps are recorded to check eager code.
         self._checks = 0
@@ -31,6 +33,7 @@ class Recording:
         """Record the next ``count`` steps, unless some were recorded too recently."""
         if not self._wait:
             self.left = count
+            self.occasions += 1
             # Pauses of 1, 3, 7, ... do not stay aligned with a loop's period.
             self._pause = 2 * self._pause + 1
             self._wait = count + self._pause

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Optional, TYPE_CHECKING
 
 from .calls import slots_of
-from .recorder import storages_in
 from .recording_schedule import MOST_RECORDED
+from .tensors import storages_in
 from .timeline import Bytes, keep_largest, peak_under_plans, StepTimeline
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class LearnedPrograms:
         slots = slots_of(states)
         return all(slots != slots_of(program.states) for program in self.programs)
 
-    def why_unplanned(self, state: State) -> str:
+    def why_unplanned(self, state: State, is_strict: bool) -> str:
         """What to warn of if a step had this state and no recorded one had it."""
         name, calls = state.name, sum(self.calls.get(state.graph, ()))
         if state.kind == "I":
@@ -181,11 +181,14 @@ class LearnedPrograms:
                 f"more calls of {name} at once than {calls}, or in another order, or "
                 "with gradients of other outputs"
             )
-        return (
-            f"a step had {what}, and no recorded one had; from there on it ran by lean "
-            f"plans, and {MOST_RECORDED} more steps at most are recorded, to plan for "
-            "it when it comes again"
+        then = (
+            "from there on it ran by lean plans, and "
+            f"{MOST_RECORDED} more steps at most are recorded, to plan for it when it "
+            "comes again"
         )
+        if is_strict:
+            then = "without strict=True, it runs by lean plans and is planned for"
+        return f"a step had {what}, and no recorded one had; {then}"
 
     def missing_in_backwards(self, graph: int) -> Optional[Missing]:
         """What the graph's backwards miss; None unless all miss the same."""

@@ -10,7 +10,7 @@ from ..peak.curve import Held
 
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from .graphs import Graph
     from .recorder import Recorder
@@ -68,6 +68,23 @@ def peak_under_plans(
     )
 
 
+def peak_of_recording(
+    recorder: Recorder, graphs: Iterable[Graph], counts_lasting: bool
+) -> int:
+    """The most bytes of a recorded step beyond those before it, by the plans it ran by.
+
+    Args:
+        graphs: those that it called.
+        counts_lasting: whether gradients and optimizer states that it made were to be
+            there before it.
+    """
+    lasting = recorder.lasting_bytes() if counts_lasting else 0
+    existing, counts = recorder.existing, bool(lasting)
+    ran = StepTimeline(recorder, None, existing, counts, as_it_ran=True)
+    plans = {graph: (*range(len(graph.plans.plans)),) for graph in graphs}
+    return peak_under_plans(ran.moments, plans) - lasting
+
+
 def keep_largest(of: dict[Any, Any], new: Mapping[Any, Any]) -> None:
     for key, value in new.items():
         of[key] = max(value, of.get(key, value))
@@ -83,6 +100,7 @@ class StepTimeline:
         given: storages that were there before the step, but whose freeing lowers the
             live bytes; by default the gradients among them.
         counts_lasting: whether new gradients and optimizer states count to the end.
+        as_it_ran: whether ``slot`` is the plan that a call ran by, in each moment.
 
     ``moments`` has, by what calls hold at a moment, the most :class:`Bytes` that eager
     code holds then.  It makes ``made`` bytes in all and leaves ``live`` behind, not
@@ -97,8 +115,9 @@ class StepTimeline:
         replaced: Optional[str] = None,
         given: Optional[set[int]] = None,
         counts_lasting: bool = False,
+        as_it_ran: bool = False,
     ) -> None:
-        self._counts_lasting = counts_lasting
+        self._counts_lasting, self._as_it_ran = counts_lasting, as_it_ran
         self.moments: dict[frozenset[Held], Bytes] = {}
         self.calls: dict[int, list[int]] = {}
         self.scales: dict[int, float] = {}
@@ -211,7 +230,7 @@ class StepTimeline:
         held = self._held_by_waiting(self._waiting)
         self._note_moment(self._most, held)
         call = event.call
-        own = call.graph.number, call.slot
+        own = self._graph_and_slot(call)
         if event.kind == "F":
             self._count_call(call)
             held |= {Held(*own, "forward")}
@@ -243,14 +262,17 @@ class StepTimeline:
         """Note the most bytes that eager code has while calls hold this."""
         self.moments[held] = max(nbytes, self.moments.get(held, nbytes))
 
+    def _graph_and_slot(self, call: Any) -> tuple[int, int]:
+        return call.graph.number, call.plan if self._as_it_ran else call.slot
+
     def _held_by_waiting(
         self, waiting: Mapping[Any, None], running: Any = None
     ) -> frozenset[Held]:
         """What waiting calls keep, and outputs that nobody holds, of ``running`` too."""
-        found = Counter(Held(each.graph.number, each.slot, "kept") for each in waiting)
+        found = Counter(Held(*self._graph_and_slot(each), "kept") for each in waiting)
         for call in {**waiting, running: None} if running is not None else waiting:
             found.update(
-                Held(call.graph.number, call.slot, "output", index)
+                Held(*self._graph_and_slot(call), "output", index)
                 for index, s in enumerate(call.outputs)
                 if s is not None and s not in self._beyond
             )

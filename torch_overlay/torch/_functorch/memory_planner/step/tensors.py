@@ -1,0 +1,63 @@
+"""The storages of tensors, however they are laid out, and tensors for numbers."""
+
+from __future__ import annotations
+
+from typing import Any, Optional, TYPE_CHECKING
+
+import torch
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+
+_ROWS = "crow_indices", "col_indices", "values"
+_COLUMNS = "ccol_indices", "row_indices", "values"
+# By layout, the methods that return the parts of a sparse tensor.
+_PARTS: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _ROWS,
+    torch.sparse_bsr: _ROWS,
+    torch.sparse_csc: _COLUMNS,
+    torch.sparse_bsc: _COLUMNS,
+}
+
+
+def plain_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors that have a storage, those in subclasses and sparse ones among them."""
+    for value in tensors_in(values):
+        if hasattr(value, "__tensor_flatten__"):
+            names, _ = value.__tensor_flatten__()
+            yield from plain_tensors([getattr(value, name) for name in names])
+        elif value.layout is torch.strided:
+            yield value
+        else:
+            with torch.no_grad():
+                parts = [
+                    getattr(value, name)() for name in _PARTS.get(value.layout, ())
+                ]
+            yield from parts
+
+
+def storages_in(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    """The storages of tensors, and of those that subclasses wrap."""
+    return (each.untyped_storage() for each in plain_tensors(values))
+
+
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    return [each for each in values if isinstance(each, torch.Tensor)]
+
+
+def numbers_as_tensors(func: Any, args: Sequence[Any]) -> Optional[list[Any]]:
+    """An operator's arguments, with tensors for numbers where it wants tensors.
+
+    None if there are none.  Below a dispatch mode, the tracer of ``torch.jit`` passes
+    such numbers.
+    """
+    found = [
+        at
+        for at, (value, wanted) in enumerate(zip(args, func._schema.arguments))
+        if isinstance(value, (int, float)) and isinstance(wanted.type, torch.TensorType)
+    ]
+    given = [torch.tensor(v) if at in found else v for at, v in enumerate(args)]
+    return given if found else None
