@@ -201,11 +201,12 @@ class Program:
     The last has a head, and returns the loss alone, or logits as well: those are
     "dropped" before the backward, as they are or "flat", or "held" to the step's end, or
     "kept" until others take their place. Compiled are ``whole`` models, or their blocks.
+    There may be ``checkpoints`` around so many blocks each.
     """
 
     models: tuple[tuple[str, ...], ...]
     whole: bool = True
-    checkpoints: bool = False
+    checkpoints: int = 0
     outputs: str = "loss"
 
 
@@ -268,13 +269,15 @@ class Model(nn.Module):
         self.changes = loop.changes
 
     def forward(self, x, wanted=None):
-        for block in self.blocks:
+        together = self.checkpoints or 1
+        for first in range(0, len(self.blocks), together):
+            blocks = nn.Sequential(*self.blocks[first : first + together])
             if self.checkpoints:
                 x = checkpoint(
-                    block, x, use_reentrant=False, preserve_rng_state=self.keeps_state
+                    blocks, x, use_reentrant=False, preserve_rng_state=self.keeps_state
                 )
             else:
-                x = block(x)
+                x = blocks(x)
             if self.changes:
                 x.mul_(0.9)
         if wanted is None:

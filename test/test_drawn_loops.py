@@ -90,7 +90,7 @@ def programs(draw, most):
         tuple(models),
         whole=draw(st.booleans()),
         # A codebook that is overwritten again by a checkpoint is an error in itself.
-        checkpoints=draw(rarely) and not is_overwritten,
+        checkpoints=draw(rarely) * (not is_overwritten) * draw(st.integers(1, 3)),
         outputs=draw(st.sampled_from(("loss", "dropped", "flat", "held", "kept"))),
     )
 
@@ -139,12 +139,15 @@ LSTM, MLP = Program((("lstm",),)), Program((("mlp",),))
 IN_TURN = (Turn((9, 96)), Turn((9, 96), program=1, what="no_grad")) * 2
 # ... sums of gradients, which do not grow, ...
 GROWING = (*3 * (Turn((7, 32)),), Turn((12, 32)))
+# ... what a checkpoint of several blocks runs again, ...
+PAIRS = Program((4 * ("mlp",),), whole=False, checkpoints=2)
 # ... and a backward that alone holds the gradient that it gets.
 NORM = Loop((Program((("spectral",),)),), 5 * (Turn((9, 96)),), share=1.0)
 DROPOUT = Loop((Program((("transformer",),)),), 5 * (Turn((4, 64)),), 0.2, dropout=0.1)
 KNOWN = (
     Loop((LSTM, MLP), IN_TURN, share=0.5),
     Loop((replace(LSTM, whole=False),), GROWING, share=0.0),
+    Loop((PAIRS,), 5 * (Turn((9, 96)),), share=0.0),
     NORM,
     DROPOUT,
 )
