@@ -195,13 +195,13 @@ class StepBudget(StepWarnings):
     def _end_step(self, step: Step) -> None:
         self._recording.end_step(self.counter.counts_peak)
         self._warn_if_unplanned(step)
-        self._recording.expects_new = False
+        is_first, self._recording.expects_new = self._recording.expects_new, False
         if step.passed_over:
             self.watch.warn_if_live_exceeds(self.counter.live(), self.plan, self)
         if step.recorder is not None:
             self._recording.left -= 1
             with self.warn_on_failure("the step could not be recorded"):
-                self._keep_recording(step, step.recorder)
+                self._keep_recording(step, step.recorder, is_first)
         else:
             peak = self.watch.peak_of(self.counter.peak())
             if self.plan is not None and peak is not None:
@@ -235,7 +235,7 @@ class StepBudget(StepWarnings):
             self.has_news = self.device_bytes is not None
             self._recording.record_again(1)
 
-    def _keep_recording(self, step: Step, recorder: Recorder) -> None:
+    def _keep_recording(self, step: Step, recorder: Recorder, is_first: bool) -> None:
         """Keep a recorded step for the next plan, and warn of what no plan covers."""
         if recorder.error is not None:
             self._learned.states |= step.states
@@ -251,11 +251,10 @@ class StepBudget(StepWarnings):
             )
         self._recorded = recorder, step.states
         new = step.states - self._learned.states
-        # Plans tell of the largest calls.
-        if self.plan is not None and (step.is_largest or not new):
+        # Plans tell of the largest calls, and promise nothing of a program's first step.
+        if self.plan is not None and (not new or (step.is_largest and not is_first)):
             # A process that begins with stored plans has yet to make what they find.
-            has_lasting = bool(self._stored)
-            held = peak_of_recording(recorder, self.graphs.values(), has_lasting)
+            held = peak_of_recording(recorder, self.graphs.values(), bool(self._stored))
             held += self._bound.counted(self._present)
             self.watch.warn_of_excess(held, self.plan, self, has_new_calls=bool(new))
 

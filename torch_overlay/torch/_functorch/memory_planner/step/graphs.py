@@ -67,10 +67,14 @@ class Graph:
         They may do so only as compiled, where this is another trace.
         """
         is_more = not plans.corrected().hold_no_more(self.plans.corrected())
+        ((sized,), known) = plans.sizes, self.plans.sizes
+        is_new = all(each.trace is not sized.trace for each in known)
         if is_more and scale > self.scale:
             self.scale, self.largest = scale, joint
             self.plans, plans = plans, self.plans
-        self.plans = self.plans.with_sizes_of(plans)
+        # Compiles of a new trace may yet tell more.
+        if is_more or is_new:
+            self.plans = self.plans.with_sizes_of(plans)
         return is_more
 
     def expect_missing(self, missing: Optional[Missing]) -> None:
