@@ -149,25 +149,17 @@ class Step:
             self._reruns.setdefault(compiled, []).append(call)
         return self._checkpointed.setdefault(compiled, plan)
 
-    def begin_backward(
-        self,
-        compiled: CompiledGraph,
-        call: Call,
-        is_retained: bool,
-        absent: frozenset[int],
-    ) -> Call:
-        """Begin the backward of a call, and return the call that saved values for it.
+    def saved_by(self, compiled: CompiledGraph, call: Call) -> Call:
+        """The call that saved what the backward of ``call`` gets.
 
-        That is another one if a checkpoint ran it again.
+        That is another one if a checkpoint ran it again: of several, the last, as
+        backwards run in reverse order.
         """
-        missing = Missing(absent, call.dropped_outputs()) if absent else None
         reruns = self._reruns.get(compiled) if call.hook else None
-        if reruns:
-            call = reruns[-1] if is_retained else reruns.pop()
-        # Set each time: a retained backward may run again, with other tangents.
-        call.missing = missing
+        return reruns.pop() if reruns else call
+
+    def begin_backward(self, call: Call, is_retained: bool) -> None:
         self._note_call("B", call, is_retained)
-        return call
 
     def begin_without_backward(
         self, graph: int, name: str, size: int, peak: Optional[int]

@@ -24,6 +24,7 @@ from ..compile.recompile import (
     takes_request,
 )
 from ..compile.told import can_guard, CompiledPeaks
+from ..graph.inputs_outputs import Missing
 from ..graph.other_sizes import times_larger
 from ..graph.storages import CannotPlan
 from ..graph.symbols import places_of_symbols, size_evaluator, values_of_symbols
@@ -339,10 +340,17 @@ class CompiledGraph:
             return run(args)
         is_retained = torch._C._autograd._get_current_graph_task_keep_graph()
         self._is_retained |= is_retained
-        call = step.begin_backward(self, call, is_retained, absent)
-        results = call.run_backward(run, args, is_retained)
-        if not is_retained:
+        # Set each time: a retained backward may run again, with other tangents.
+        missing = Missing(absent, call.dropped_outputs()) if absent else None
+        call = step.saved_by(self, call)
+        call.missing = missing
+        # A checkpoint keeps nothing for another backward.
+        keeps_saved = is_retained and not call.is_rerun
+        step.begin_backward(call, keeps_saved)
+        results = call.run_backward(run, args, keeps_saved)
+        if not keeps_saved:
             step.end(call, has_run=True)
+        if not is_retained:
             # Keeping the loss must not keep the step alive.
             node.metadata[CALL] = None
         return results
