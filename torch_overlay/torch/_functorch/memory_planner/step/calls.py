@@ -19,7 +19,6 @@ from torch._inductor import config as inductor_config
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachingTorchDispatchMode
 
-from ..graph.inputs_outputs import Missing
 from .call import Call
 from .current_step import Caller, running
 from .tensors import storages_in
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from types import FrameType
 
+    from ..graph.inputs_outputs import Missing
     from .budget import StepBudget
     from .compiled_graph import CompiledGraph
     from .graphs import Graph
