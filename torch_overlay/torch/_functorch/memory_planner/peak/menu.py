@@ -226,8 +226,11 @@ class Menu:
     def _backward_alone(self, of: frozenset[int]) -> list[list[int]]:
         """By size and plan, the bytes of a backward that alone holds these inputs."""
         compiled = self._compiled() if self.is_corrected else []
-        found = []
+        found, largest = [], self.sizes[0]
         for at in self.sizes:
+            # Smaller inputs would have to be taken off what eager code holds, too.
+            if at is not largest and at.hold_no_more(largest):
+                continue
             held = at.backward_bytes(at.plans, of)
             for index in range(len(held) if compiled else 0):
                 near = _nearest(compiled, at, index)
