@@ -436,7 +436,7 @@ class StepLoopsTest(TestCase):
                 with budget, budget:
                     model(batch()).sum().backward()
         self.assertEqual(len(logs.output), 1)
-        self.assertIn("within another one of the same budget", logs.output[0])
+        self.assertIn("before the last one of this budget had ended", logs.output[0])
 
     def test_each_excess_is_told(self):
         # First too few losses are added up to matter, later more.
@@ -459,6 +459,24 @@ class StepLoopsTest(TestCase):
             self.assertIn("more calls of Block at once than 1", line)
         self.assertIn(f"a step held {format_bytes(peaks[17])}", held)
         self.assertIn("the lowest peak found is", lowest)
+
+    def test_what_a_checkpoint_runs_again_for_no_backward(self):
+        blocks = Net(2).blocks
+
+        def run(x):
+            return blocks[0](x), blocks[1](x)
+
+        def step(at):
+            for seed in range(4):
+                x = batch(512, seed).requires_grad_()
+                y, z = checkpoint(run, x, use_reentrant=False)
+                torch.autograd.grad(y.square().mean(), x)
+                del y, z
+
+        budget = StepBudget(share=1.0)
+        with self.assertNoLogs(*LOG):
+            peaks = self.run_steps(budget, step)
+        self.check(budget, peaks[-1], 0.02)
 
     def test_sparse_gradients(self):
         model, words = Net(1), nn.Embedding(4096, WIDTH, sparse=True)

@@ -59,7 +59,7 @@ class Held(NamedTuple):
     ``what`` is "kept" for a call that waits for its backward, "forward" or "backward"
     for the one that runs, and "output" for a result that is only live if it is saved.
     ``of`` is the index of the output; for "backward", those of the inputs that it alone
-    holds.  So many ``calls`` hold it at once.
+    holds.  ``calls`` is how many hold it at once.
     """
 
     graph: int

@@ -56,8 +56,6 @@ class Menu:
     missing: Optional[Missing] = None
     # By trace and plan, what tells the bytes of the compiled graphs.
     told: dict[tuple[Any, int], Tell] = field(default_factory=dict)
-    # The errors of backwards that alone hold some inputs, once they were needed.
-    errors_alone: dict[Any, float] = field(default_factory=dict)
     # Whether ``plans`` are as told, and not as estimated.
     is_corrected: bool = False
     # Why a large head cannot run in chunks.
@@ -228,24 +226,17 @@ class Menu:
         compiled = self._compiled() if self.is_corrected else []
         found, largest = [], self.sizes[0]
         for at in self.sizes:
-            # Smaller inputs would have to be taken off what eager code holds, too.
+            # These inputs are smaller there, but eager code's bytes include the largest.
             if at is not largest and at.hold_no_more(largest):
                 continue
             held = at.backward_bytes(at.plans, of)
             for index in range(len(held) if compiled else 0):
                 near = _nearest(compiled, at, index)
                 size = max(at.plans[near.plan].backward, 1)
-                error = round(self._error_alone(near, of) * size)
+                error = round(near.at.error_alone(near.plan, near.tell, of) * size)
                 held[index] = max(held[index] + error, 0)
             found.append(held)
         return found
-
-    def _error_alone(self, of_plan: _CompiledPlan, of: frozenset[int]) -> float:
-        key = *of_plan, of
-        if key not in self.errors_alone:
-            at, index, tell = of_plan
-            self.errors_alone[key] = at.error_alone(index, tell, of)
-        return self.errors_alone[key]
 
 
 def _nearest(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import NamedTuple, Optional, TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 from ..graph.inputs_outputs import backward_inputs, Input, live_bytes_model, Missing
 from ..graph.other_sizes import calls_and_storages
@@ -57,6 +57,8 @@ class SizedPlans:
     variants: dict[int, Variant]
     trace: Optional[fx.Graph]
     values: Values = ()
+    # The results of `error_alone`, by its arguments.
+    _errors_alone: dict[Any, float] = field(default_factory=dict)
 
     def model_of(self, plan: Footprint) -> Program:
         return self.variants[plan.chunks].model
@@ -120,6 +122,12 @@ class SizedPlans:
 
     def error_alone(self, index: int, tell: Tell, of: frozenset[int]) -> float:
         """The error of ``backward`` if it alone holds these inputs."""
+        key = index, tell, of
+        if key not in self._errors_alone:
+            self._errors_alone[key] = self._error_alone(index, tell, of)
+        return self._errors_alone[key]
+
+    def _error_alone(self, index: int, tell: Tell, of: frozenset[int]) -> float:
         plan = self.plans[index]
         inputs = self.variants[plan.chunks].inputs
         alone = [inputs[i] for i in sorted(of) if i in inputs]

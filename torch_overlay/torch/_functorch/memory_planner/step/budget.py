@@ -155,8 +155,8 @@ class StepBudget(StepWarnings):
         left = close_step_of(self)
         if left is not None and left.caller.is_running:
             self.warn(
-                "a step began within another one of the same budget, which ended there; "
-                "what it holds from then on is not counted"
+                "a step began before the last one of this budget had ended, which ended "
+                "there; what it holds from then on is not counted"
             )
         with self.warn_on_failure("no plan could be made for the step"):
             recorded, self._recorded = self._recorded, None

@@ -58,6 +58,7 @@ class Call:
 
     @property
     def keeps_saved(self) -> bool:
+        """Whether something is kept for its backward, or for that of another call."""
         return not self.hook or self.is_rerun
 
     def dropped_outputs(self) -> frozenset[int]:
@@ -111,10 +112,15 @@ class Call:
             self._note_dropped_outputs(tree_leaves(result))
 
         def died(_: Any) -> None:
-            if self.step.end(self) and self.step.recorder is not None:
-                self.step.recorder.log.append(Event("x", call=self))
+            if self.step.end(self):
+                self.note_end()
 
         self.node = weakref.ref(node, died)
+
+    def note_end(self) -> None:
+        """Note that no backward will run for it."""
+        if self.step.recorder is not None:
+            self.step.recorder.log.append(Event("x", call=self))
 
     def _note_dropped_outputs(self, results: Iterable[Any]) -> None:
         storages = (ref() if ref is not None else None for ref in self.returned)

@@ -104,6 +104,8 @@ class Step:
         # the calls that it has run again, until their backwards begin.
         self._checkpointed: dict[CompiledGraph, int] = {}
         self._reruns: dict[CompiledGraph, list[Call]] = {}
+        # The calls that these stand for, until their backwards have run, or never will.
+        self._first_runs: dict[Call, CompiledGraph] = {}
         self._context = ExitStack()
         # The step of another budget within which this one runs.
         self.outer: Optional[Step] = None
@@ -142,11 +144,16 @@ class Step:
     def plan_of_repeated_call(
         self, compiled: CompiledGraph, call: Call, plan: int
     ) -> int:
-        """The plan of a call: the one it had before, if a checkpoint runs it again."""
+        """The plan of a call: the one it had before, if a checkpoint runs it again.
+
+        If it does so now, the call is kept for a backward to come.
+        """
         if not call.hook:
             return plan
         if call.is_rerun:
             self._reruns.setdefault(compiled, []).append(call)
+        else:
+            self._first_runs[call] = compiled
         return self._checkpointed.setdefault(compiled, plan)
 
     def saved_by(self, compiled: CompiledGraph, call: Call) -> Call:
@@ -247,7 +254,20 @@ class Step:
             self._key -= hash((call.graph.number, call.slot))
         if has_run and not self._waiting:
             self._is_first_round = False
+        compiled = self._first_runs.pop(call, None)
+        if compiled is not None:
+            self._end_spare_reruns(compiled)
         return is_waiting
+
+    def _end_spare_reruns(self, compiled: CompiledGraph) -> None:
+        """End reruns that no backward is to come for, as more wait than first runs."""
+        reruns = self._reruns.get(compiled, [])
+        count = [*self._first_runs.values()].count(compiled)
+        excess = max(len(reruns) - count, 0)
+        spare, reruns[:] = reruns[:excess], reruns[excess:]
+        for call in spare:
+            self.end(call)
+            call.note_end()
 
     def _hook_of_checkpoint(self) -> str:
         """The name of the hooks that a checkpoint has set around the call, or empty."""

@@ -314,11 +314,12 @@ class CompiledGraph:
 
     def _record_told(self, plan: int, tell: Tell, is_guarded: bool) -> None:
         """Record what a compile told; if that is more than of other traces, plan anew."""
-        graph, step = self.graph, running_step()
-        is_known, expected = graph.plans.compiled, graph.plans.corrected().plans[plan]
+        of_graph, step = self.graph.plans, running_step()
+        is_comparable = of_graph.compiled and of_graph.missing == self.plans.missing
+        before = of_graph.corrected().plans
         self.plans.record_told(plan, tell, only_if_less=is_guarded)
-        is_more = not self.plans.corrected().plans[plan].holds_no_more(expected)
-        if is_known and is_more and step is not None:
+        own = self.plans.corrected().plans[plan]
+        if is_comparable and step is not None and not own.holds_no_more(before[plan]):
             step.budget.has_news = True
 
     def _forward(self, run: Callable[..., Any], args: list[Any]) -> Any:
@@ -342,7 +343,7 @@ class CompiledGraph:
         self._is_retained |= is_retained
         # Set each time: a retained backward may run again, with other tangents.
         missing = Missing(absent, call.dropped_outputs()) if absent else None
-        call = step.saved_by(self, call)
+        first_run, call = call, step.saved_by(self, call)
         call.missing = missing
         # A checkpoint keeps nothing for another backward.
         keeps_saved = is_retained and not call.is_rerun
@@ -351,6 +352,7 @@ class CompiledGraph:
         if not keeps_saved:
             step.end(call, has_run=True)
         if not is_retained:
+            step.end(first_run)
             # Keeping the loss must not keep the step alive.
             node.metadata[CALL] = None
         return results

@@ -36,7 +36,7 @@ class StepWarnings:
         # The last reason of each kind, the bytes that were logged with it, and the number
         # of plans so far.
         self._reasons: dict[str, str] = {}
-        self._logged: dict[tuple[str, int], int] = {}
+        self._logged: dict[tuple[str, bool, int], int] = {}
         self._plans = 0
         # What a strict budget would raise, where that has to wait.
         self._held_back: Optional[list[StepBudgetError]] = None
@@ -94,8 +94,8 @@ class StepWarnings:
     ) -> None:
         """Log the first reason of each ``kind``, and keep the last for the report.
 
-        Another one is logged if it is of clearly more bytes than all before, or has
-        another number as its ``occasion``.  A reason without a kind is one of its own.
+        Another one is logged if it is of clearly more bytes than the last one logged, or
+        has another number as its ``occasion``.  A reason without a kind is one of its own.
         If it ``is_risk``, the bound may be exceeded, and a strict budget raises
         StepBudgetError instead.
         """
@@ -107,7 +107,7 @@ class StepWarnings:
             self._held_back.append(error)
             return
         kind = kind or reason
-        key = kind, occasion
+        key = kind, is_risk, occasion
         if key not in self._logged or nbytes > _MORE * self._logged[key]:
             log.warning("%s%s: %s", self._name, risk, reason)
             self._logged[key] = nbytes

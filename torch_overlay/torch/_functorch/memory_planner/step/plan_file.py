@@ -63,7 +63,7 @@ class StoredGraph(NamedTuple):
     def of(cls, graph: Graph, choice: tuple[int, ...]) -> StoredGraph:
         plans, guarded = graph.plans, frozenset(graph.guarded)
         heads = {n: (each.rows, each.cost) for n, each in plans.variants.items()}
-        menu = replace(plans, sizes=(), told={}, errors_alone={})
+        menu = replace(plans, sizes=(), told={})
         return cls(graph.key, menu, heads, graph.lean, choice, guarded)
 
     def plans_of(self, joint: BudgetedGraph) -> Menu:

@@ -125,6 +125,8 @@ def plan_step(
         asked = bound.allowed(search, present)
         allowed, plan, curve = search.plan_to_keep(asked, bound.share, missed)
     compile_plans([plan], False)
+    # Of another trace of a graph, this may have told more.
+    allowed, plan, curve = search.plan_to_keep(asked, bound.share, missed)
     idle = moments.get(frozenset())
     spare = allowed - missed - (idle.total if idle is not None else 0)
     facts = moments, learned.calls, graphs, allowed, present, bound.counted(present)

@@ -141,9 +141,9 @@ class Recorder(TorchDispatchMode):
             self.storage_numbers((args, kwargs), is_existing=True)
         try:
             result = func(*args, **kwargs)
-        except RuntimeError:
+        except RuntimeError as error:
             given = numbers_as_tensors(func, args)
-            if given is None:
+            if given is None or isinstance(error, torch.OutOfMemoryError):
                 raise
             result = func(*given, **kwargs)
         self.storage_numbers(result)

@@ -59,5 +59,17 @@ def numbers_as_tensors(func: Any, args: Sequence[Any]) -> Optional[list[Any]]:
         for at, (value, wanted) in enumerate(zip(args, func._schema.arguments))
         if isinstance(value, (int, float)) and isinstance(wanted.type, torch.TensorType)
     ]
-    given = [torch.tensor(v) if at in found else v for at, v in enumerate(args)]
-    return given if found else None
+    if not found:
+        return None
+    # Numbers are exact, but do not promote tensors.
+    tensors = tensors_in(args)
+    floating = [each for each in tensors if each.is_floating_point()]
+    dtype: Optional[torch.dtype] = torch.float64
+    if tensors and not any(each.dim() for each in floating):
+        dtype = floating[0].dtype if floating else None
+    return [
+        torch.tensor(value, dtype=dtype if isinstance(value, float) else None)
+        if at in found
+        else value
+        for at, value in enumerate(args)
+    ]
