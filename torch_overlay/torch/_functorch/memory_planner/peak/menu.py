@@ -114,7 +114,7 @@ class Menu:
         """Record what a compiled plan keeps and holds; returns whether it did so.
 
         The menu has to be that of the trace.  With ``only_if_less``, a plan that was
-        told before is recorded again only if its peak is lower now.
+        told of before, in this trace, is recorded again only if its peak is lower now.
         """
         most, (sized,) = max(tell()[1:]), self.sizes
         if only_if_less and index in self.compiled and most >= self.peak_of(index):

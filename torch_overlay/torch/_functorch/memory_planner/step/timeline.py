@@ -74,7 +74,7 @@ def peak_of_recording(
     """The most bytes of a recorded step beyond those before it, by the plans it ran by.
 
     Args:
-        graphs: those that it called.
+        graphs: those that it called, perhaps among others.
         counts_lasting: whether gradients and optimizer states that it made were to be
             there before it.
     """
