@@ -57,17 +57,18 @@ class StepLoopsTest(TestCase):
         # Plain loops compile fastest.
         self.enterContext(inductor_config.patch({"cpp.simdlen": 1}))
 
-    def run_steps(self, budget, step, count=5):
-        """The peaks of so many steps."""
-        peaks = []
-        for at in range(count):
+    def run_steps(self, budget, step, count=5, first=0):
+        """The peaks of so many steps, from the ``first`` one on."""
 
-            def one(at=at):
-                with budget:
-                    step(at)
+        def one(at):
+            with budget:
+                step(at)
 
-            peaks.append(allocated_at_most(one))
-        return peaks
+        for at in range(first):
+            one(at)
+        return [
+            allocated_at_most(functools.partial(one, at)) for at in range(first, count)
+        ]
 
     def check(self, budget, peak, room=0.005):
         """What a step held is what was predicted, and within what is allowed."""
@@ -192,12 +193,12 @@ class StepLoopsTest(TestCase):
 
         budget = StepBudget(share=0.5)
         with self.assertLogs(*LOG) as logs:
-            peaks = self.run_steps(budget, step, 70)
+            peaks = self.run_steps(budget, step, 70, first=68)
         # The second time, it was more.
         self.assertEqual(len(logs.output), 2)
         for line in logs.output:
             self.assertIn("a step held", line)
-        self.check(budget, max(peaks[-2:]))
+        self.check(budget, max(peaks))
 
     @parametrize("place", ("outside", "inside"))
     def test_inputs_that_get_gradients(self, place):
@@ -459,6 +460,35 @@ class StepLoopsTest(TestCase):
             self.assertIn("more calls of Block at once than 1", line)
         self.assertIn(f"a step held {format_bytes(peaks[17])}", held)
         self.assertIn("the lowest peak found is", lowest)
+
+    def run_with_smaller_batches(self, sizes, more, **options):
+        """A budget for batches of 512 rows, and the peak of a step with other batches.
+
+        That step is recorded, and holds ``more`` bytes of eager code as well.
+        """
+        model = Net(1, **options)
+
+        def step(at):
+            beside = torch.empty(more * (at == 64), dtype=torch.uint8)
+            batches = sizes if at == 64 else [512]
+            sum(model(batch(rows)).sum() for rows in batches).backward()
+            model.zero_grad()
+            del beside
+
+        budget = StepBudget(share=1)
+        return budget, *self.run_steps(budget, step, 65, first=64)
+
+    @parametrize("dynamic", (False, True))
+    def test_smaller_calls_hold_less(self, dynamic):
+        with self.assertNoLogs(*LOG):
+            budget, peak = self.run_with_smaller_batches([32], 2**20, dynamic=dynamic)
+        self.assertLess(peak, budget.plan.allowed)
+        self.assertLess(budget.plan.allowed, 2**20 + 0.9 * budget.plan.allowed)
+
+    def test_new_calls_beside_smaller_ones(self):
+        with self.assertLogs(*LOG) as logs:
+            _, peak = self.run_with_smaller_batches([512, 32], 2**18)
+        self.assertIn(f"a step held {format_bytes(peak)}", "".join(logs.output))
 
     def test_what_a_checkpoint_runs_again_for_no_backward(self):
         blocks = Net(2).blocks

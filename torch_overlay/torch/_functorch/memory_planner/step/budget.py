@@ -251,10 +251,10 @@ class StepBudget(StepWarnings):
             )
         self._recorded = recorder, step.states
         new = step.states - self._learned.states
-        # Plans tell of the largest calls, and promise nothing of a program's first step.
-        if self.plan is not None and (not new or (step.is_largest and not is_first)):
+        # Plans promise nothing of a program's first step.
+        if self.plan is not None and not (new and is_first):
             # A process that begins with stored plans has yet to make what they find.
-            held = peak_of_recording(recorder, self.graphs.values(), bool(self._stored))
+            held = peak_of_recording(recorder, bool(self._stored))
             held += self._bound.counted(self._present)
             self.watch.warn_of_excess(held, self.plan, self, has_new_calls=bool(new))
 

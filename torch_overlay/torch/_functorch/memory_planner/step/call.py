@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from ..graph.inputs_outputs import Missing
     from .calls import Step
+    from .compiled_graph import CompiledGraph
     from .graphs import Graph
     from .partial_backward import Backward
 
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
 class Call:
     """A forward that ran, its backward, and the storages that it read and returned."""
 
-    graph: Graph
+    compiled: CompiledGraph
     step: Step
-    # How many times as large it is as the first call of its graph.
+    # The values of the compiled graph's symbols, and how many times as large that makes
+    # it as the first call of its graph.
+    sizes: tuple[int, ...]
     scale: float
     slot: int
-    # Evaluates a symbolic size.
-    as_int: Callable[[Any], int]
     # The hooks that a checkpoint has set around it, if any: in its first run, they keep
     # nothing of what it saves.
     hook: str = ""
@@ -50,6 +51,10 @@ class Call:
     inputs: list[Optional[int]] = field(default_factory=list)
     # Kept for its callback, which tells when the node dies without having run.
     node: Optional[weakref.ref[Any]] = None
+
+    @property
+    def graph(self) -> Graph:
+        return self.compiled.graph
 
     @property
     def is_rerun(self) -> bool:

@@ -105,7 +105,7 @@ class Step:
         self._checkpointed: dict[CompiledGraph, int] = {}
         self._reruns: dict[CompiledGraph, list[Call]] = {}
         # The calls that these stand for, until their backwards have run, or never will.
-        self._first_runs: dict[Call, CompiledGraph] = {}
+        self._first_runs: set[Call] = set()
         self._context = ExitStack()
         # The step of another budget within which this one runs.
         self.outer: Optional[Step] = None
@@ -128,22 +128,22 @@ class Step:
         self.caller.forget()
         self._context.close()
 
-    def begin(self, graph: Graph, scale: float, as_int: Callable[[Any], int]) -> Call:
-        """Start a call of a graph, ``scale`` times as large as its first one."""
+    def begin(self, compiled: CompiledGraph, sizes: tuple[int, ...]) -> Call:
+        """Start a call of a graph, in one of its sizes."""
+        graph = compiled.graph
+        scale = compiled.scales.get(sizes, graph.scale)
         self.is_largest &= scale >= graph.scale / _ROUNDED
         hook = self._hook_of_checkpoint()
         # All that a checkpoint runs again run by one plan, and so have one slot.
         slot = 0 if hook else self.next_slot(graph)
-        call = Call(graph, self, scale, slot, as_int, hook)
+        call = Call(compiled, self, sizes, scale, slot, hook)
         self._note_call("F", call, call.keeps_saved)
         if call.keeps_saved:
             self._waiting.add(call)
             self._key += hash((graph.number, slot))
         return call
 
-    def plan_of_repeated_call(
-        self, compiled: CompiledGraph, call: Call, plan: int
-    ) -> int:
+    def plan_of_repeated_call(self, call: Call, plan: int) -> int:
         """The plan of a call: the one it had before, if a checkpoint runs it again.
 
         If it does so now, the call is kept for a backward to come.
@@ -151,18 +151,18 @@ class Step:
         if not call.hook:
             return plan
         if call.is_rerun:
-            self._reruns.setdefault(compiled, []).append(call)
+            self._reruns.setdefault(call.compiled, []).append(call)
         else:
-            self._first_runs[call] = compiled
-        return self._checkpointed.setdefault(compiled, plan)
+            self._first_runs.add(call)
+        return self._checkpointed.setdefault(call.compiled, plan)
 
-    def saved_by(self, compiled: CompiledGraph, call: Call) -> Call:
+    def saved_by(self, call: Call) -> Call:
         """The call that saved what the backward of ``call`` gets.
 
         That is another one if a checkpoint ran it again: of several, the last, as
         backwards run in reverse order.
         """
-        reruns = self._reruns.get(compiled) if call.hook else None
+        reruns = self._reruns.get(call.compiled) if call.hook else None
         return reruns.pop() if reruns else call
 
     def begin_backward(self, call: Call, is_retained: bool) -> None:
@@ -254,15 +254,15 @@ class Step:
             self._key -= hash((call.graph.number, call.slot))
         if has_run and not self._waiting:
             self._is_first_round = False
-        compiled = self._first_runs.pop(call, None)
-        if compiled is not None:
-            self._end_spare_reruns(compiled)
+        if call in self._first_runs:
+            self._first_runs.discard(call)
+            self._end_spare_reruns(call.compiled)
         return is_waiting
 
     def _end_spare_reruns(self, compiled: CompiledGraph) -> None:
         """End reruns that no backward is to come for, as more wait than first runs."""
         reruns = self._reruns.get(compiled, [])
-        count = [*self._first_runs.values()].count(compiled)
+        count = sum(each.compiled is compiled for each in self._first_runs)
         excess = max(len(reruns) - count, 0)
         spare, reruns[:] = reruns[:excess], reruns[excess:]
         for call in spare:

@@ -129,11 +129,17 @@ class CompiledGraph:
         self._adopt_plans_of_graph()
         if sizes in self.scales:
             return False
-        joint = self.traced.joint.at_sizes(size_evaluator(self._symbols, sizes))
-        plans = self.plans.at_sizes_of(joint)
+        plans, joint = self.plans_at(sizes), self._joint_at(sizes)
         more = times_larger(plans.model, self.plans.model)
         scale = self.scales[sizes] = self._scale * more
         return self.graph.cover(scale, joint, plans)
+
+    def plans_at(self, sizes: tuple[int, ...]) -> Menu:
+        """The graph's plans, for calls of these sizes alone."""
+        return self.plans.at_sizes_of(self._joint_at(sizes))
+
+    def _joint_at(self, sizes: tuple[int, ...]) -> BudgetedGraph:
+        return self.traced.joint.at_sizes(size_evaluator(self._symbols, sizes))
 
     def _call(self, args: list[Any]) -> Any:
         step, code = running_step(), self._first_code
@@ -171,10 +177,9 @@ class CompiledGraph:
         with step.budget.warn_on_failure(failure):
             if self.cover_sizes(sizes) and graph in step.choices:
                 step.budget.make_plan(is_growing=True)
-        scale = self.scales.get(sizes, graph.scale)
-        call = step.begin(graph, scale, size_evaluator(self._symbols, sizes))
+        call = step.begin(self, sizes)
         plan = self.compiled_as_good(step.plan_of(graph, call.slot))
-        call.plan = step.plan_of_repeated_call(self, call, plan)
+        call.plan = step.plan_of_repeated_call(call, plan)
         return call
 
     # -------------------------------------------------------------- its compiles
@@ -335,7 +340,9 @@ class CompiledGraph:
         node: Any = torch._C._current_autograd_node()
         call = node.metadata.get(CALL) if node is not None else None
         step = running_step()
-        absent = run.complete(args, call.as_int) if call is not None else frozenset()
+        absent: frozenset[int] = frozenset()
+        if call is not None:
+            absent = run.complete(args, size_evaluator(self._symbols, call.sizes))
         # Another step treats leftover calls as eager code.
         if call is None or step is None or call.step is not step:
             return run(args)
@@ -343,7 +350,7 @@ class CompiledGraph:
         self._is_retained |= is_retained
         # Set each time: a retained backward may run again, with other tangents.
         missing = Missing(absent, call.dropped_outputs()) if absent else None
-        first_run, call = call, step.saved_by(self, call)
+        first_run, call = call, step.saved_by(call)
         call.missing = missing
         # A checkpoint keeps nothing for another backward.
         keeps_saved = is_retained and not call.is_rerun

@@ -141,9 +141,9 @@ def _fits_if_dropped_before(
     graphs: Mapping[int, Graph], learned: LearnedPrograms, plan: Choice, allowed: int
 ) -> str:
     """The last kind of event before which old gradients may go for a plan to fit."""
-    choices = {graphs[n]: slots for n, slots in plan.choices.items()}
+    menus = {number: graph.plans for number, graph in graphs.items()}
     for before in ("B", "F"):
         moments = learned.expected_moments(graphs, before)
-        if peak_under_plans(moments, choices) <= allowed:
+        if peak_under_plans(moments, menus, plan.choices) <= allowed:
             return before
     return ""

@@ -104,7 +104,9 @@ class LearnedPrograms:
         if known is None or not new.states <= known.states:
             return False
         scales = {graph.number: graph.scale for graph in choices}
-        return peak_under_plans(new.scaled(scales), choices) <= most
+        menus = {graph.number: graph.plans for graph in choices}
+        chosen = {graph.number: plans for graph, plans in choices.items()}
+        return peak_under_plans(new.scaled(scales), menus, chosen) <= most
 
     def storable_figures(self) -> list[tuple[Any, ...]]:
         """What a file can store of each program: its first arguments."""

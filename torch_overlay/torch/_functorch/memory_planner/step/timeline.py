@@ -10,9 +10,9 @@ from ..peak.curve import Held
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from .graphs import Graph
+    from ..peak.menu import Menu
     from .recorder import Recorder
 
 
@@ -49,18 +49,21 @@ class Event(NamedTuple):
 
 def peak_under_plans(
     moments: Mapping[frozenset[Held], Bytes],
-    choices: Mapping[Graph, tuple[int, ...]],
+    menus: Mapping[int, Menu],
+    choices: Mapping[int, Sequence[int]],
 ) -> int:
-    """The most bytes that are live when calls run by the plans of their slots."""
-    plans = {graph.number: graph.plans.corrected() for graph in choices}
-    chosen = {graph.number: plans for graph, plans in choices.items()}
+    """The most bytes that are live when calls run by the plans of their slots.
+
+    ``menus`` and ``choices`` have, by graph number, its plans and those of its slots.
+    """
+    plans = {number: menu.corrected() for number, menu in menus.items()}
 
     @functools.cache
     def live(graph: int, what: str, of: Any) -> list[int]:
         return plans[graph].bytes_held(what, of)
 
     def held_by(each: Held) -> int:
-        index = chosen[each.graph][each.slot]
+        index = choices[each.graph][each.slot]
         return each.calls * live(each.graph, each.what, each.of)[index]
 
     return max(
@@ -68,21 +71,22 @@ def peak_under_plans(
     )
 
 
-def peak_of_recording(
-    recorder: Recorder, graphs: Iterable[Graph], counts_lasting: bool
-) -> int:
-    """The most bytes of a recorded step beyond those before it, by the plans it ran by.
+def peak_of_recording(recorder: Recorder, counts_lasting: bool) -> int:
+    """The most bytes of a recorded step beyond those before it.
 
-    Args:
-        graphs: those that it called, perhaps among others.
-        counts_lasting: whether gradients and optimizer states that it made were to be
-            there before it.
+    Its calls have the sizes that they had, and the plans that they ran by.  With
+    ``counts_lasting``, gradients and optimizer states that it made do not count, as
+    they were to be there before it.
     """
+    calls = [event.call for event in recorder.log if event.kind == "F"]
+    sized = {(call.compiled, call.sizes): None for call in calls}
+    numbers = {each: number for number, each in enumerate(sized)}
+    ran_by = {c: (numbers[c.compiled, c.sizes], c.plan) for c in calls}
+    menus = {n: compiled.plans_at(at) for (compiled, at), n in numbers.items()}
+    plans = {number: range(len(menu.plans)) for number, menu in menus.items()}
     lasting = recorder.lasting_bytes() if counts_lasting else 0
-    existing, counts = recorder.existing, bool(lasting)
-    ran = StepTimeline(recorder, None, existing, counts, as_it_ran=True)
-    plans = {graph: (*range(len(graph.plans.plans)),) for graph in graphs}
-    return peak_under_plans(ran.moments, plans) - lasting
+    ran = StepTimeline(recorder, None, recorder.existing, bool(lasting), ran_by)
+    return peak_under_plans(ran.moments, menus, plans) - lasting
 
 
 def keep_largest(of: dict[Any, Any], new: Mapping[Any, Any]) -> None:
@@ -100,7 +104,8 @@ class StepTimeline:
         given: storages that were there before the step, but whose freeing lowers the
             live bytes; by default the gradients among them.
         counts_lasting: whether new gradients and optimizer states count to the end.
-        as_it_ran: whether ``slot`` is the plan that a call ran by, in each moment.
+        stands_for: by call, the numbers that stand for its graph and its slot in
+            moments, by default those.
 
     ``moments`` has, by what calls hold at a moment, the most :class:`Bytes` that eager
     code holds then.  It makes ``made`` bytes in all and leaves ``live`` behind, not
@@ -115,9 +120,9 @@ class StepTimeline:
         replaced: Optional[str] = None,
         given: Optional[set[int]] = None,
         counts_lasting: bool = False,
-        as_it_ran: bool = False,
+        stands_for: Optional[Mapping[Any, tuple[int, int]]] = None,
     ) -> None:
-        self._counts_lasting, self._as_it_ran = counts_lasting, as_it_ran
+        self._counts_lasting, self._stands_for = counts_lasting, stands_for
         self.moments: dict[frozenset[Held], Bytes] = {}
         self.calls: dict[int, list[int]] = {}
         self.scales: dict[int, float] = {}
@@ -263,7 +268,9 @@ class StepTimeline:
         self.moments[held] = max(nbytes, self.moments.get(held, nbytes))
 
     def _graph_and_slot(self, call: Any) -> tuple[int, int]:
-        return call.graph.number, call.plan if self._as_it_ran else call.slot
+        if self._stands_for is not None:
+            return self._stands_for[call]
+        return call.graph.number, call.slot
 
     def _held_by_waiting(
         self, waiting: Mapping[Any, None], running: Any = None
