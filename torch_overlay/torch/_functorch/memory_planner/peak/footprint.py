@@ -12,6 +12,8 @@ from typing import NamedTuple, Protocol, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ..graph.liveness import Evaluation, Program
     from ..graph.symbols import Values
 
@@ -45,6 +47,11 @@ class Footprint(NamedTuple):
         """Whether it keeps and holds at most as much as another."""
         is_no_more = all(map(operator.le, self[:3], other[:3]))
         return is_no_more and self.outputs <= other.outputs
+
+
+def hold_no_more(plans: Iterable[Footprint], others: Iterable[Footprint]) -> bool:
+    """Whether each plan keeps and holds at most as much as the other at its place."""
+    return all(map(Footprint.holds_no_more, plans, others))
 
 
 def footprint_bytes(model: Program, evaluation: Evaluation) -> tuple[int, int, int]:

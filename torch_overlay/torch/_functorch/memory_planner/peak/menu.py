@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 from ..decision import Head
-from .footprint import Footprint
+from .footprint import Footprint, hold_no_more
 
 
 if TYPE_CHECKING:
@@ -78,34 +78,18 @@ class Menu:
         """The plans of which a compile told."""
         return {each.plan for each in self._compiled()}
 
-    def no_larger_than(self, plan: Footprint) -> Footprint:
-        """The first plan that costs no more than ``plan`` and never holds more, or it."""
-        found = [
-            each
-            for each in self.plans
-            if each.cost <= plan.cost and each.holds_no_more(plan)
-        ]
-        # Often, nobody else holds what a backward is given.
-        given = frozenset(i for i in self.variants[1].inputs if i >= self.primals)
-        most, *bytes_given = self.sizes[0].backward_bytes([plan, *found], given)
-        return next((p for p, held in zip(found, bytes_given) if held <= most), plan)
-
     def at_sizes_of(self, joint: BudgetedGraph) -> Menu:
         """The same plans for calls of the size that ``joint`` has."""
         sized = self.sizes[0].for_trace(joint, self.missing)
         return replace(self, plans=sized.plans, sizes=(sized,))
 
-    def hold_no_more(self, other: Menu) -> bool:
-        """Whether each plan keeps and holds at most as much as in another menu."""
-        return all(map(Footprint.holds_no_more, self.plans, other.plans))
-
     def with_sizes_of(self, other: Menu) -> Menu:
         """The same plans, for the sizes of another menu as well."""
         sizes = [*self.sizes]
         for new in other.sizes:
-            same = (each for each in sizes if each.trace is new.trace)
+            same = (each.plans for each in sizes if each.trace is new.trace)
             # What compiles tell of other traces may differ more than estimates do.
-            if not any(map(new.hold_no_more, same)):
+            if not any(hold_no_more(new.plans, each) for each in same):
                 sizes.append(new)
         plans = _largest([self.plans, other.plans])
         return replace(self, plans=plans, sizes=(*sizes,))
@@ -227,7 +211,7 @@ class Menu:
         found, largest = [], self.sizes[0]
         for at in self.sizes:
             # These inputs are smaller there, but eager code's bytes include the largest.
-            if at is not largest and at.hold_no_more(largest):
+            if at is not largest and hold_no_more(at.plans, largest.plans):
                 continue
             held = at.backward_bytes(at.plans, of)
             for index in range(len(held) if compiled else 0):

@@ -306,13 +306,12 @@ def menu_of_plans(
     primals = len(input_tensors(joint)) - len(model.tangents)
     variant = Variant(model, backward_inputs(joint, model))
     sized = SizedPlans(best, {1: variant}, joint.joint)
+    first = found[0] if keeps_fastest else sized.no_larger_than(found[0], primals)
+    rest = (plan for plan in best if plan.storages != first.storages)
+    sized = replace(sized, plans=[first, *rest])
     is_known = joint.ask.estimator == "flops"
     work = sum(map(flops, joint.joint.nodes)) if is_known else 0
-    menu = Menu(best, (sized,), primals, work, missing)
-    first = found[0] if keeps_fastest else menu.no_larger_than(found[0])
-    rest = (plan for plan in best if plan.storages != first.storages)
-    best = [first, *rest]
-    return replace(menu, plans=best, sizes=(replace(sized, plans=best),))
+    return Menu(sized.plans, (sized,), primals, work, missing)
 
 
 def _footprints(plans: Plans) -> list[Footprint]:

@@ -63,9 +63,20 @@ class SizedPlans:
     def model_of(self, plan: Footprint) -> Program:
         return self.variants[plan.chunks].model
 
-    def hold_no_more(self, other: SizedPlans) -> bool:
-        """Whether each plan keeps and holds at most as much as at another size."""
-        return all(map(Footprint.holds_no_more, self.plans, other.plans))
+    def no_larger_than(self, plan: Footprint, primals: int) -> Footprint:
+        """The first plan that costs no more than ``plan`` and never holds more, or it.
+
+        The first ``primals`` inputs of the backward are those of the graph.
+        """
+        found = [
+            each
+            for each in self.plans
+            if each.cost <= plan.cost and each.holds_no_more(plan)
+        ]
+        # Often, nobody else holds what a backward is given.
+        given = frozenset(i for i in self.variants[1].inputs if i >= primals)
+        most, *bytes_given = self.backward_bytes([plan, *found], given)
+        return next((p for p, held in zip(found, bytes_given) if held <= most), plan)
 
     def for_trace(self, joint: BudgetedGraph, missing: Optional[Missing]) -> SizedPlans:
         """The same plans for the size that ``joint`` has, which may be another trace.

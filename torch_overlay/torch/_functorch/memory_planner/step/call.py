@@ -8,7 +8,6 @@ from typing import Any, Callable, Optional, TYPE_CHECKING
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import _recomputation_hook
 
 from .single_graph_warnings import CALL, node_of_backward
 from .tensors import tensors_in
@@ -36,9 +35,10 @@ class Call:
     sizes: tuple[int, ...]
     scale: float
     slot: int
-    # The hooks that a checkpoint has set around it, if any: in its first run, they keep
-    # nothing of what it saves.
-    hook: str = ""
+    # Whether a checkpoint is set around it, which keeps nothing of what it saves, and
+    # whether that runs it again, for the backward of another call.
+    is_checkpointed: bool = False
+    is_rerun: bool = False
     plan: int = 0
     # The indices of outputs that it saves, too.
     saved: frozenset[int] = frozenset()
@@ -57,14 +57,9 @@ class Call:
         return self.compiled.graph
 
     @property
-    def is_rerun(self) -> bool:
-        """Whether a checkpoint runs it again, for the backward of another call."""
-        return self.hook == _recomputation_hook.__name__
-
-    @property
     def keeps_saved(self) -> bool:
         """Whether something is kept for its backward, or for that of another call."""
-        return not self.hook or self.is_rerun
+        return self.is_rerun or not self.is_checkpointed
 
     def dropped_outputs(self) -> frozenset[int]:
         """The indices of outputs that nobody holds any more, except as saved values."""

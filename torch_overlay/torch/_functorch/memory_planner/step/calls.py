@@ -11,13 +11,13 @@ import itertools
 import math
 import weakref
 from contextlib import ExitStack
-from typing import Any, Callable, NamedTuple, Optional, TYPE_CHECKING
+from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
 from torch._functorch import config
 from torch._inductor import config as inductor_config
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import _CachingTorchDispatchMode
+from torch.utils.checkpoint import _CachingTorchDispatchMode, _recomputation_hook
 
 from .call import Call
 from .current_step import Caller, running
@@ -136,7 +136,8 @@ class Step:
         hook = self._hook_of_checkpoint()
         # All that a checkpoint runs again run by one plan, and so have one slot.
         slot = 0 if hook else self.next_slot(graph)
-        call = Call(compiled, self, sizes, scale, slot, hook)
+        is_rerun = hook == _recomputation_hook.__name__
+        call = Call(compiled, self, sizes, scale, slot, bool(hook), is_rerun)
         self._note_call("F", call, call.keeps_saved)
         if call.keeps_saved:
             self._waiting.add(call)
@@ -148,7 +149,7 @@ class Step:
 
         If it does so now, the call is kept for a backward to come.
         """
-        if not call.hook:
+        if not call.is_checkpointed:
             return plan
         if call.is_rerun:
             self._reruns.setdefault(call.compiled, []).append(call)
@@ -162,7 +163,7 @@ class Step:
         That is another one if a checkpoint ran it again: of several, the last, as
         backwards run in reverse order.
         """
-        reruns = self._reruns.get(call.compiled) if call.hook else None
+        reruns = self._reruns.get(call.compiled) if call.is_checkpointed else None
         return reruns.pop() if reruns else call
 
     def begin_backward(self, call: Call, is_retained: bool) -> None:

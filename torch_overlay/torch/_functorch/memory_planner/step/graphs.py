@@ -8,6 +8,7 @@ from typing import Any, Callable, Optional, TYPE_CHECKING
 
 from ..graph.symbols import has_symbolic_sizes
 from ..graph.workspaces import workspace_of_convolutions
+from ..peak.footprint import hold_no_more
 
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Graph:
     def sizes_vary(self) -> bool:
         """Whether its calls have other sizes than the first, or may have."""
         first, *others = self.plans.sizes
-        is_largest = all(each.hold_no_more(first) for each in others)
+        is_largest = all(hold_no_more(each.plans, first.plans) for each in others)
         are_several = self.scale != 1.0 or not is_largest
         return are_several or has_symbolic_sizes(self.largest.joint)
 
@@ -66,7 +67,9 @@ class Graph:
 
         They may do so only as compiled, where this is another trace.
         """
-        is_more = not plans.corrected().hold_no_more(self.plans.corrected())
+        is_more = not hold_no_more(
+            plans.corrected().plans, self.plans.corrected().plans
+        )
         ((sized,), known) = plans.sizes, self.plans.sizes
         is_new = all(each.trace is not sized.trace for each in known)
         if is_more and scale > self.scale:
