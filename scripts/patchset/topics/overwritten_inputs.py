@@ -27,9 +27,8 @@ is not made.
 +)
  from ._aot_autograd.descriptors import (
 @@ torch/_functorch/partitioners.py _extract_fwd_bwd_modules
-+    drop_unsaved_copies(joint_module.graph, saved_values)
-+
-     # Now that we have the finalized list of saved values, we need to ensure
++    drop_unsaved_copies(fwd_graph, saved_values)
+     fwd_module = fx._lazy_graph_module._make_graph_module(joint_module, fwd_graph)
 @@ torch/_functorch/partitioners.py default_partition
 -    saved_values = []
 +    # Copies of inputs, which were made last.

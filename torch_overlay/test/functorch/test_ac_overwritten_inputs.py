@@ -268,6 +268,23 @@ class OverwrittenInputsTest(TestCase):
         self.assertEqual(count(running_mean, 1), 0)
         self.assertEqual(count(statistics, 1), 0)
 
+    def test_a_joint_graph_keeps_its_copies(self):
+        # Another partition of it may save them.
+        users = []
+
+        def partition(joint, *args, **options):
+            parts = partitioners.min_cut_rematerialization_partition(
+                joint, *args, **options
+            )
+            clones = {"op": "call_function", "target": aten.clone.default}
+            users.extend(len(c.users) for c in joint.graph.find_nodes(**clones))
+            return parts
+
+        self.compiled(
+            running_mean, leaving_writes(fw_compiler=nop, partition_fn=partition)
+        )
+        self.assertTrue(users and all(users))
+
 
 instantiate_parametrized_tests(OverwrittenInputsTest)
 

@@ -8,7 +8,7 @@ saved, and nothing may be recomputed from it.
 :func:`copy_overwritten_inputs` makes whatever the backward depends on read a copy
 instead, which only the forward may make.  The copy is a value like any other: a
 partitioner saves it, or what is computed from it.  If it saves no part of the copy,
-:func:`drop_unsaved_copies` drops that.
+:func:`drop_unsaved_copies` drops that from the forward.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-# Under this key of ``node.meta``, a copy stores its source.
-_SOURCE = "copy_of_overwritten_input"
+# This key of ``node.meta`` tells copies from a model's own clones.
+_IS_COPY = "is_copy_of_overwritten_input"
 
 
 def copy_overwritten_inputs(
@@ -72,12 +72,16 @@ def copy_overwritten_inputs(
     return [*copies.values()]
 
 
-def drop_unsaved_copies(graph: fx.Graph, saved_values: Iterable[fx.Node]) -> None:
-    """Let the forward read the input itself where nothing of its copy is saved."""
+def drop_unsaved_copies(forward: fx.Graph, saved_values: Iterable[fx.Node]) -> None:
+    """Let a forward read the input itself where nothing of its copy is saved.
+
+    The joint graph stays as it is, as it may be partitioned again.
+    """
     saved = {storage for node in saved_values for storage in _storages(node)}
-    for node in graph.nodes:
-        if _SOURCE in node.meta and saved.isdisjoint(_storages(node)):
-            node.replace_all_uses_with(node.meta[_SOURCE])
+    for node in forward.find_nodes(op="call_function", target=aten.clone.default):
+        if _IS_COPY in node.meta and saved.isdisjoint(_storages(node)):
+            node.replace_all_uses_with(node.args[0])
+            forward.erase_node(node)
 
 
 def _find_overwritten(
@@ -125,7 +129,7 @@ def _copy(source: fx.Node, readers: list[fx.Node]) -> fx.Node:
         "val": source.meta["val"].detach().clone(),
         "recompute": CheckpointPolicy.MUST_SAVE,
         "partitioner_tag": "must_be_in_forward",
-        _SOURCE: source,
+        _IS_COPY: True,
     }
     for reader in readers:
         reader.replace_input_with(source, copy)
