@@ -619,28 +619,42 @@ class CompiledPeakTest(TestCase):
         def nested(x, weight):
             return (region(region(x, weight), weight).sum(),)
 
+        x, weight, *_ = (each.detach() for each in given())
         for function in (branch, loop, nested):
-            told, measured = self.told_and_measured(function)
-            self.assertEqual(told, measured, function.__name__)
+            compiled, memory = self.compiled_and_told(function, x, weight)
+            calls = (functools.partial(compiled, each, weight) for each in (x, -x))
+            measured = max(map(live_at_most, calls))
+            self.assertEqual(memory.peak(), measured, function.__name__)
 
-    def told_and_measured(self, function):
-        """The peak of a function that is compiled without a backward."""
+    def test_results_that_operators_make_are_told(self):
+        # Inductor calls other operators for all that is complex, views as well.
+        def product(x, weight):
+            value = torch.complex(x, x.sin()) @ weight
+            return value, value.t().conj()
+
+        x, weight, *_ = (each.detach() for each in given())
+        weight = weight.to(torch.cfloat)
+        _, memory = self.compiled_and_told(product, x, weight)
+        value, view = memory.results
+        self.assertEqual(value[1], len(x) * weight[0].nbytes)
+        self.assertEqual(value, view)
+
+    def compiled_and_told(self, function, *args):
+        """A function that is compiled without a backward, and what it is told to hold."""
         found = []
 
         def note(*args):
             found.append(wrapper_memory.wrapper_memory(*args))
             return found[-1]
 
-        x, weight, *_ = (each.detach() for each in given())
         torch._dynamo.reset()
         options = {"fx_graph_cache": False, "cpp.simdlen": 1, "live_bytes_of": "cpu"}
         noted = patch.object(output_code, "wrapper_memory", note)
         with inductor_config.patch(options), noted:
             compiled = torch.compile(function, fullgraph=True)
-            compiled(x, weight)
+            compiled(*args)
         (memory,) = found
-        calls = (functools.partial(compiled, each, weight) for each in (x, -x))
-        return memory.peak(), max(map(live_at_most, calls))
+        return compiled, memory
 
     def test_what_cannot_be_read_is_not_told(self):
         """And fails no compile; where no peak is asked for, nothing is read."""

@@ -267,10 +267,12 @@ class _Walk:
             return None
         name = target.id
         if name in self._parts:
-            return {
+            parts = {
                 indices: self._buffer(part, names)
                 for indices, part in self._parts[name].items()
             }
+            # Without indices, it is the only result.
+            return parts.get((), parts)
         if name in self.buffers:
             return self._buffer(name, names)
         called = ast.unparse(call.func)
@@ -285,7 +287,9 @@ class _Walk:
         buffer, graph = self.buffers[name]
         aliases = buffer.get_inputs_that_alias_output()
         if aliases:
-            return names.get(aliases[0])
+            # A result names the operator that makes it, and that what it views.
+            is_own = aliases[0] in self._parts
+            return self._buffer(aliases[0], names) if is_own else names.get(aliases[0])
         if isinstance(buffer.layout, (ir.NoneLayout, ir.MutationLayoutSHOULDREMOVE)):
             return None
         there = buffer.get_device_or_error()
