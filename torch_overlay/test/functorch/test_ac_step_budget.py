@@ -639,6 +639,39 @@ class StepBudgetTest(TestCase):
         # And the batch, and what the learning rate was multiplied by.
         self.assertLessEqual(abs(budget.plan.given - given), batch().nbytes + 4096)
 
+    @parametrize("fits", (False, True))
+    def test_optimizer_states_that_are_made_late(self, fits):
+        model = Net(3)
+        optimizer = torch.optim.AdamW(model.parameters())
+        figures = []
+
+        def step(at):
+            with budget:
+                model(batch(512)).square().mean().backward()
+                # As where a GradScaler skips the first steps.
+                if at > 2:
+                    optimizer.step()
+                optimizer.zero_grad()
+
+        def given():
+            states = [v for state in optimizer.state.values() for v in state.values()]
+            return sum(t.nbytes for t in (*model.parameters(), *states))
+
+        budget = StepBudget(device_bytes=2**24 if fits else 4_600_000)
+        # The allocation of the states is seen as if the process had grown by less.
+        budget.counter = counting(lambda: given() // 2)
+        with (self.assertNoLogs if fits else self.assertLogs)(*LOG) as logs:
+            for at in range(7):
+                before = given()
+                figures.append(before + allocated_at_most(lambda at=at: step(at)))
+        held, plan = figures[-1], budget.plan
+        self.assertLessEqual(abs(held - plan.predicted_peak), 0.005 * held)
+        if not fits:
+            said = "".join(logs.output)
+            held = saved_report.format_bytes(figures[4])
+            self.assertIn(f"a step held {held}", said)
+            self.assertIn("the lowest peak found", said)
+
     def test_gradients_that_stay(self):
         model, budget = Net(), StepBudget(share=0.0)
         # The peak is where this layer's new gradient is added to the old one.

@@ -255,7 +255,8 @@ class StepBudget(StepWarnings):
         if self.plan is not None and not (new and is_first):
             # A process that begins with stored plans has yet to make what they find.
             held = peak_of_recording(recorder, bool(self._stored))
-            held += self._bound.counted(self._present)
+            given = max(self._present.given, recorder.bytes_at_start())
+            held += self._bound.counted(self._present._replace(given=given))
             self.watch.warn_of_excess(held, self.plan, self, has_new_calls=bool(new))
 
     def has_room_for(self, nbytes: float, while_waiting: bool) -> bool:
@@ -299,7 +300,7 @@ class StepBudget(StepWarnings):
                 recording.learned_program(is_first)
         before = self._present
         self._present = Present(*map(max, before, recorder.bytes_at_next_start()))
-        if self._stored and self.device_bytes is not None:
+        if self.device_bytes is not None:
             least = NEGLIGIBLE * plan.predicted_peak if plan is not None else 0
             self.has_news |= self._present.given > before.given + least
 

@@ -306,6 +306,10 @@ class Recorder(TorchDispatchMode):
             states = self._storages([*optimizer.state.values()])
             self._states.update((s._cdata, s.nbytes()) for s in states)
 
+    def bytes_at_start(self) -> int:
+        """The bytes that were live when the step started, or those of them in use."""
+        return self._given or self.nbytes_of(self.existing)
+
     def bytes_at_next_start(self) -> tuple[int, int, int]:
         """The bytes expected to be live when the next step starts.
 
@@ -314,7 +318,7 @@ class Recorder(TorchDispatchMode):
         """
         left = self.nbytes_of(self.live_storages() - self.existing)
         gone = self.nbytes_of(self.given_gradients - self.live_storages())
-        given = (self._given or self.nbytes_of(self.existing)) + left - gone
+        given = self.bytes_at_start() + left - gone
         storages = self._storages([*self.leaves.values()])
         parameters = {s._cdata: s.nbytes() for s in storages}
         return given, sum(parameters.values()), sum(self._states.values())
