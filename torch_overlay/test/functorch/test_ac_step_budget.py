@@ -941,15 +941,14 @@ class StepBudgetTest(TestCase):
         class Attention(nn.Module):
             def __init__(self):
                 super().__init__()
-                sizes = 2 * ((WIDTH, 3 * WIDTH), (WIDTH, WIDTH))
-                self.layers = nn.ModuleList(nn.Linear(*each) for each in sizes)
+                self.heads = nn.Linear(WIDTH, 3 * WIDTH)
+                self.out = nn.Linear(WIDTH, WIDTH)
 
             def forward(self, x):
-                for into, out in zip(self.layers[::2], self.layers[1::2]):
-                    heads = into(x).unflatten(2, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-                    q, k, v = heads.unbind()
-                    scores = (q @ k.mT / 4).softmax(-1)
-                    x = x + out((scores @ v).transpose(1, 2).flatten(2))
+                heads = self.heads(x).unflatten(2, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+                q, k, v = heads.unbind()
+                scores = (q @ k.mT / 4).softmax(-1)
+                x = x + self.out((scores @ v).transpose(1, 2).flatten(2))
                 return x.square().mean()
 
         model = torch.compile(Attention(), dynamic=True)
