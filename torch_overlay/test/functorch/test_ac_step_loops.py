@@ -490,6 +490,26 @@ class StepLoopsTest(TestCase):
             _, peak = self.run_with_smaller_batches([512, 32], 2**18)
         self.assertIn(f"a step held {format_bytes(peak)}", "".join(logs.output))
 
+    def test_a_graph_break_within_functions_of_functions(self):
+        def broken(x):
+            torch._dynamo.graph_break()
+            return x.cos()
+
+        linear = nn.Linear(WIDTH, WIDTH)
+
+        @torch.compile(backend=AOT)
+        def loss(x):
+            return (lambda y: y.sin() + broken(y))(linear(x)).square().mean()
+
+        def step(at):
+            loss(batch()).backward()
+            linear.zero_grad()
+
+        budget = StepBudget(share=0.5)
+        with self.assertNoLogs(*LOG):
+            peaks = self.run_steps(budget, step)
+        self.check(budget, peaks[-1])
+
     def test_what_a_checkpoint_runs_again_for_no_backward(self):
         blocks = Net(2).blocks
 

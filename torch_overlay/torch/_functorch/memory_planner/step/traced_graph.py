@@ -39,7 +39,7 @@ _CLOSE = 1.06
 # Calls of a model's part that are assumed to be alive at once, until a step is seen.
 _CALLS = 4
 # The code of the functions that call a module, to find modules on the stack.
-_CALLING = {nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__}
+_CALLING = nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__
 
 
 def context_of_tracing() -> Callable[[], AbstractContextManager[None]]:
@@ -191,7 +191,8 @@ def _count_modules_alike() -> int:
     called: list[nn.Module] = []
     frame: Any = sys._getframe()
     while frame is not None:
-        if frame.f_code in _CALLING:
+        # Dynamo's code may have constants that cannot be hashed.
+        if any(frame.f_code is code for code in _CALLING):
             called.append(frame.f_locals["self"])
         frame = frame.f_back
     if not called:
