@@ -269,7 +269,7 @@ class OverwrittenInputsTest(TestCase):
         self.assertEqual(count(statistics, 1), 0)
 
     def test_a_joint_graph_keeps_its_copies(self):
-        # Another partition of it may save them.
+        # Another plan, which is read from it, may save them.
         users = []
 
         def partition(joint, *args, **options):

@@ -50,6 +50,7 @@ from torch._functorch.memory_planner.peak.plan_search import plan_graph
 from torch._functorch.memory_planner.report import saved_values as saved_report
 from torch._functorch.memory_planner.step import (
     budget as step_budget,
+    compiled_graph,
     messages,
     single_graph_warnings,
 )
@@ -657,6 +658,7 @@ class StepBudgetTest(TestCase):
             states = [v for state in optimizer.state.values() for v in state.values()]
             return sum(t.nbytes for t in (*model.parameters(), *states))
 
+        # The smaller one fits until there are states.
         budget = StepBudget(device_bytes=2**24 if fits else 4_600_000)
         # The allocation of the states is seen as if the process had grown by less.
         budget.counter = counting(lambda: given() // 2)
@@ -668,6 +670,7 @@ class StepBudgetTest(TestCase):
         self.assertLessEqual(abs(held - plan.predicted_peak), 0.005 * held)
         if not fits:
             said = "".join(logs.output)
+            # The first step that begins with them is recorded.
             held = saved_report.format_bytes(figures[4])
             self.assertIn(f"a step held {held}", said)
             self.assertIn("the lowest peak found", said)
@@ -685,6 +688,11 @@ class StepBudgetTest(TestCase):
             step()
         predicted, peak = budget.plan.predicted_peak, allocated_at_most(step)
         self.assertLessEqual(abs(peak - predicted), 0.01 * predicted)
+
+    def test_what_is_counted_at_a_start_need_not_be_guessed(self):
+        for counted, given in ((0, 64), (16, 16)):
+            recorder = Recorder(torch.device("cpu"), counted, {})
+            self.assertEqual(recorder.bytes_at_start(64), given)
 
     def test_gradients_that_change_their_size(self):
         leaf = torch.ones(8, requires_grad=True)
@@ -1504,17 +1512,21 @@ class StepBudgetTest(TestCase):
         self.assertEqual(len(logs.output), len({*logs.output}))
         self.assertIn("injected", str(budget))
 
-    def test_models_that_go(self):
-        def modules():
+    # After one step, there is a recording of it, which has what was traced.
+    @parametrize(
+        "count, kind", ((1, compiled_graph.CompiledGraph), (3, torch.fx.GraphModule))
+    )
+    def test_models_that_go(self, count, kind):
+        def count_alive():
             torch._dynamo.reset()
             gc.collect()
-            return sum(isinstance(o, torch.fx.GraphModule) for o in gc.get_objects())
+            return sum(isinstance(each, kind) for each in gc.get_objects())
 
-        budget, before = StepBudget(share=0.5), modules()
+        budget, before = StepBudget(share=0.5), count_alive()
         for _ in range(2):
             torch._dynamo.reset()
-            steps(budget, Net(), batch(), count=3)
-        self.assertEqual(modules(), before)
+            steps(budget, Net(), batch(), count=count)
+        self.assertEqual(count_alive(), before)
 
     def test_threads_side_by_side(self):
         # Of one size, they would take each other's graphs from Dynamo's cache.

@@ -634,7 +634,9 @@ class CompiledPeakTest(TestCase):
 
         x, weight, *_ = (each.detach() for each in given())
         weight = weight.to(torch.cfloat)
-        _, memory = self.compiled_and_told(product, x, weight)
+        compiled, memory = self.compiled_and_told(product, x, weight)
+        measured = live_at_most(functools.partial(compiled, x, weight))
+        self.assertEqual(memory.peak(), measured)
         value, view = memory.results
         self.assertEqual(value[1], len(x) * weight[0].nbytes)
         self.assertEqual(value, view)

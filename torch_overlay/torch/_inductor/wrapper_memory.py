@@ -287,7 +287,7 @@ class _Walk:
         buffer, graph = self.buffers[name]
         aliases = buffer.get_inputs_that_alias_output()
         if aliases:
-            # A result names the operator that makes it, and that what it views.
+            # A result names its operator, which names what it views.
             is_own = aliases[0] in self._parts
             return self._buffer(aliases[0], names) if is_own else names.get(aliases[0])
         if isinstance(buffer.layout, (ir.NoneLayout, ir.MutationLayoutSHOULDREMOVE)):

@@ -75,7 +75,7 @@ def copy_overwritten_inputs(
 def drop_unsaved_copies(forward: fx.Graph, saved_values: Iterable[fx.Node]) -> None:
     """Let a forward read the input itself where nothing of its copy is saved.
 
-    The joint graph stays as it is, as it may be partitioned again.
+    The joint graph keeps it: other plans, which are read from that, may save it.
     """
     saved = {storage for node in saved_values for storage in _storages(node)}
     for node in forward.find_nodes(op="call_function", target=aten.clone.default):

@@ -50,7 +50,7 @@ class Footprint(NamedTuple):
 
 
 def hold_no_more(plans: Iterable[Footprint], others: Iterable[Footprint]) -> bool:
-    """Whether each plan keeps and holds at most as much as the other at its place."""
+    """Whether each plan holds no more than its counterpart, of equally many."""
     return all(map(Footprint.holds_no_more, plans, others))
 
 

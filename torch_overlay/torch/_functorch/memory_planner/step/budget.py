@@ -228,8 +228,7 @@ class StepBudget(StepWarnings):
         """
         if self.plan is None or self._recording.left or self.has_news:
             return
-        more = self.watch.more_at_start(self.plan)
-        if more:
+        if more := self.watch.more_at_start(self.plan):
             self._present = self._present._replace(given=self._present.given + more)
             # Only device_bytes counts them; other bounds are for a step's own bytes.
             self.has_news = self.device_bytes is not None
@@ -254,10 +253,11 @@ class StepBudget(StepWarnings):
         # Plans promise nothing of a program's first step.
         if self.plan is not None and not (new and is_first):
             # A process that begins with stored plans has yet to make what they find.
-            held = peak_of_recording(recorder, bool(self._stored))
-            given = max(self._present.given, recorder.bytes_at_start())
-            held += self._bound.counted(self._present._replace(given=given))
-            self.watch.warn_of_excess(held, self.plan, self, has_new_calls=bool(new))
+            with self.warn_on_failure("a recorded step could not be compared"):
+                present = Present(recorder.bytes_at_start(self._present.given))
+                held = peak_of_recording(recorder, bool(self._stored))
+                held += self._bound.counted(present)
+                self.watch.warn_of_excess(held, self.plan, self, bool(new))
 
     def has_room_for(self, nbytes: float, while_waiting: bool) -> bool:
         """Whether ``nbytes`` that no plan counts fit; few do while calls wait."""
@@ -298,11 +298,11 @@ class StepBudget(StepWarnings):
             self.has_news = True
             if trains:
                 recording.learned_program(is_first)
-        before = self._present
-        self._present = Present(*map(max, before, recorder.bytes_at_next_start()))
-        if self.device_bytes is not None:
-            least = NEGLIGIBLE * plan.predicted_peak if plan is not None else 0
-            self.has_news |= self._present.given > before.given + least
+        found = recorder.bytes_at_next_start()
+        self._present = Present(*map(max, self._present, found))
+        if plan is not None and self.device_bytes is not None:
+            most = plan.given + NEGLIGIBLE * plan.predicted_peak
+            self.has_news |= self._present.given > most
 
     def note_gradients_left(self, kind: str, graph: int) -> None:
         """Warn, or record the next step, if the first event of a kind finds old ones."""

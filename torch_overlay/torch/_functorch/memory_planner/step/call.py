@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ..graph.inputs_outputs import Missing
+    from ..peak.menu import Menu
     from .calls import Step
     from .compiled_graph import CompiledGraph
     from .graphs import Graph
@@ -28,16 +29,18 @@ if TYPE_CHECKING:
 class Call:
     """A forward that ran, its backward, and the storages that it read and returned."""
 
-    compiled: CompiledGraph
+    graph: Graph
+    # It may die before a recording that has the call.
+    compiled: weakref.ref[CompiledGraph]
     step: Step
-    # The values of the compiled graph's symbols, and how many times as large that makes
-    # it as the first call of its graph.
+    # The values of the compiled graph's symbols.
     sizes: tuple[int, ...]
+    # How many times as large it is as the first call of its graph.
     scale: float
     slot: int
-    # Whether a checkpoint is set around it, which keeps nothing of what it saves, and
-    # whether that runs it again, for the backward of another call.
+    # Whether a checkpoint is set around it, which keeps nothing of what it saves.
     is_checkpointed: bool = False
+    # Whether that checkpoint runs it again, for another call's backward.
     is_rerun: bool = False
     plan: int = 0
     # The indices of outputs that it saves, too.
@@ -53,13 +56,14 @@ class Call:
     node: Optional[weakref.ref[Any]] = None
 
     @property
-    def graph(self) -> Graph:
-        return self.compiled.graph
-
-    @property
     def keeps_saved(self) -> bool:
         """Whether something is kept for its backward, or for that of another call."""
         return self.is_rerun or not self.is_checkpointed
+
+    def plans(self) -> Menu:
+        """Its graph's plans in its own size, or in the largest if the code is gone."""
+        compiled = self.compiled()
+        return self.graph.plans if compiled is None else compiled.plans_at(self.sizes)
 
     def dropped_outputs(self) -> frozenset[int]:
         """The indices of outputs that nobody holds any more, except as saved values."""

@@ -102,8 +102,8 @@ class Step:
         self._is_first_round = True
         # The plans of calls that a checkpoint runs again, which must save the same, and
         # the calls that it has run again, until their backwards begin.
-        self._checkpointed: dict[CompiledGraph, int] = {}
-        self._reruns: dict[CompiledGraph, list[Call]] = {}
+        self._checkpointed: dict[weakref.ref[CompiledGraph], int] = {}
+        self._reruns: dict[weakref.ref[CompiledGraph], list[Call]] = {}
         # The calls that these stand for, until their backwards have run, or never will.
         self._first_runs: set[Call] = set()
         self._context = ExitStack()
@@ -137,7 +137,16 @@ class Step:
         # All that a checkpoint runs again run by one plan, and so have one slot.
         slot = 0 if hook else self.next_slot(graph)
         is_rerun = hook == _recomputation_hook.__name__
-        call = Call(compiled, self, sizes, scale, slot, bool(hook), is_rerun)
+        call = Call(
+            graph,
+            weakref.ref(compiled),
+            self,
+            sizes,
+            scale,
+            slot,
+            is_checkpointed=bool(hook),
+            is_rerun=is_rerun,
+        )
         self._note_call("F", call, call.keeps_saved)
         if call.keeps_saved:
             self._waiting.add(call)
@@ -256,14 +265,14 @@ class Step:
         if has_run and not self._waiting:
             self._is_first_round = False
         if call in self._first_runs:
-            self._first_runs.discard(call)
+            self._first_runs.remove(call)
             self._end_spare_reruns(call.compiled)
         return is_waiting
 
-    def _end_spare_reruns(self, compiled: CompiledGraph) -> None:
+    def _end_spare_reruns(self, compiled: weakref.ref[CompiledGraph]) -> None:
         """End reruns that no backward is to come for, as more wait than first runs."""
         reruns = self._reruns.get(compiled, [])
-        count = sum(each.compiled is compiled for each in self._first_runs)
+        count = sum(each.compiled == compiled for each in self._first_runs)
         excess = max(len(reruns) - count, 0)
         spare, reruns[:] = reruns[:excess], reruns[excess:]
         for call in spare:

@@ -129,13 +129,16 @@ class CompiledGraph:
         self._adopt_plans_of_graph()
         if sizes in self.scales:
             return False
-        plans, joint = self.plans_at(sizes), self._joint_at(sizes)
+        joint = self._joint_at(sizes)
+        plans = self.plans.at_sizes_of(joint)
         more = times_larger(plans.model, self.plans.model)
         scale = self.scales[sizes] = self._scale * more
         return self.graph.cover(scale, joint, plans)
 
     def plans_at(self, sizes: tuple[int, ...]) -> Menu:
         """The graph's plans, for calls of these sizes alone."""
+        if not self._symbols:
+            return self.plans
         return self.plans.at_sizes_of(self._joint_at(sizes))
 
     def _joint_at(self, sizes: tuple[int, ...]) -> BudgetedGraph:

@@ -67,9 +67,8 @@ class Graph:
 
         They may do so only as compiled, where this is another trace.
         """
-        is_more = not hold_no_more(
-            plans.corrected().plans, self.plans.corrected().plans
-        )
+        new, old = plans.corrected().plans, self.plans.corrected().plans
+        is_more = not hold_no_more(new, old)
         ((sized,), known) = plans.sizes, self.plans.sizes
         is_new = all(each.trace is not sized.trace for each in known)
         if is_more and scale > self.scale:

@@ -143,7 +143,8 @@ class PeakWatch:
         if plan is None or live is None or start is None:
             return
         if not self._has_compiled():
-            self.warn_of_excess(live - self._beyond_start(start), plan, warns, _NOISE)
+            held = live - self._beyond_start(start)
+            self.warn_of_excess(held, plan, warns, more=_NOISE)
 
     def peak_of(self, counted: Optional[int]) -> Optional[int]:
         """A counted peak, less the step's start where plans are for what is beyond it.
@@ -183,8 +184,8 @@ class PeakWatch:
         held: int,
         plan: StepSummary,
         warns: StepWarnings,
-        more: int = 0,
         has_new_calls: bool = False,
+        more: int = 0,
     ) -> None:
         """Warn if a step held more than is allowed, as some of it is not planned for.
 

@@ -306,9 +306,12 @@ class Recorder(TorchDispatchMode):
             states = self._storages([*optimizer.state.values()])
             self._states.update((s._cdata, s.nbytes()) for s in states)
 
-    def bytes_at_start(self) -> int:
-        """The bytes that were live when the step started, or those of them in use."""
-        return self._given or self.nbytes_of(self.existing)
+    def bytes_at_start(self, least: int = 0) -> int:
+        """The bytes that were live when the step started.
+
+        Where nothing counts them, those that it used, but at ``least`` so many.
+        """
+        return self._given or max(least, self.nbytes_of(self.existing))
 
     def bytes_at_next_start(self) -> tuple[int, int, int]:
         """The bytes expected to be live when the next step starts.

@@ -76,13 +76,14 @@ def peak_of_recording(recorder: Recorder, counts_lasting: bool) -> int:
 
     Its calls have the sizes that they had, and the plans that they ran by.  With
     ``counts_lasting``, gradients and optimizer states that it made do not count, as
-    they were to be there before it.
+    they were to be there before it.  Reads each graph once for each of its sizes.
     """
     calls = [event.call for event in recorder.log if event.kind == "F"]
-    sized = {(call.compiled, call.sizes): None for call in calls}
+    sized = {(call.compiled, call.sizes): call for call in calls}
     numbers = {each: number for number, each in enumerate(sized)}
+    menus = {number: call.plans() for number, call in enumerate(sized.values())}
+    # In the place of its slot, a call has its plan.
     ran_by = {c: (numbers[c.compiled, c.sizes], c.plan) for c in calls}
-    menus = {n: compiled.plans_at(at) for (compiled, at), n in numbers.items()}
     plans = {number: range(len(menu.plans)) for number, menu in menus.items()}
     lasting = recorder.lasting_bytes() if counts_lasting else 0
     ran = StepTimeline(recorder, None, recorder.existing, bool(lasting), ran_by)
@@ -104,8 +105,7 @@ class StepTimeline:
         given: storages that were there before the step, but whose freeing lowers the
             live bytes; by default the gradients among them.
         counts_lasting: whether new gradients and optimizer states count to the end.
-        stands_for: by call, the numbers that stand for its graph and its slot in
-            moments, by default those.
+        places: by call, the graph and slot to note in moments; by default its own.
 
     ``moments`` has, by what calls hold at a moment, the most :class:`Bytes` that eager
     code holds then.  It makes ``made`` bytes in all and leaves ``live`` behind, not
@@ -120,9 +120,9 @@ class StepTimeline:
         replaced: Optional[str] = None,
         given: Optional[set[int]] = None,
         counts_lasting: bool = False,
-        stands_for: Optional[Mapping[Any, tuple[int, int]]] = None,
+        places: Optional[Mapping[Any, tuple[int, int]]] = None,
     ) -> None:
-        self._counts_lasting, self._stands_for = counts_lasting, stands_for
+        self._counts_lasting, self._places = counts_lasting, places
         self.moments: dict[frozenset[Held], Bytes] = {}
         self.calls: dict[int, list[int]] = {}
         self.scales: dict[int, float] = {}
@@ -268,8 +268,8 @@ class StepTimeline:
         self.moments[held] = max(nbytes, self.moments.get(held, nbytes))
 
     def _graph_and_slot(self, call: Any) -> tuple[int, int]:
-        if self._stands_for is not None:
-            return self._stands_for[call]
+        if self._places is not None:
+            return self._places[call]
         return call.graph.number, call.slot
 
     def _held_by_waiting(
