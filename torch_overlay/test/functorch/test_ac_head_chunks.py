@@ -18,6 +18,7 @@ from torch._functorch.memory_planner import last_plan, StepBudget
 from torch._functorch.memory_planner.compile import compiled_peak
 from torch._functorch.memory_planner.decision import Head
 from torch._inductor import config as inductor_config, metrics
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.autograd.graph import region_activation_memory_budget as region
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.common_utils import run_tests, TestCase
@@ -64,6 +65,20 @@ class Shifted(Model):
         )
         mask = targets % 3 > 0
         return (losses.view_as(targets) * mask).sum() / mask.sum()
+
+
+class CountedPass(CustomGraphPass):
+    """Counts the joint graphs that inductor's passes run on."""
+
+    def __init__(self):
+        self.number = 0
+
+    def __call__(self, graph):
+        placeholders = graph.find_nodes(op="placeholder")
+        self.number += any("tangents" in node.name for node in placeholders)
+
+    def uuid(self):
+        return None
 
 
 @contextmanager
@@ -162,11 +177,15 @@ def of_rank(number, place):
 class HeadChunksTest(TestCase):
     def test_a_peak_below_all_of_one_piece(self):
         options = {"activation_memory_budget_target": "peak"}
+        passes = CountedPass()
         with compiling(activation_memory_budget=0.0, **options):
             model = Model()
             step = functools.partial(gradients, model, torch.compile(model))
-            self.assertEqual(step(), in_eager())
+            with inductor_config.patch(joint_custom_pre_pass=passes):
+                self.assertEqual(step(), in_eager())
             measured = allocated_at_most(step)
+        # Once in one piece and in each number of chunks, however often it is compiled.
+        self.assertEqual(passes.number, len((1, 2, 4, 8, 16)))
         plan = last_plan()
         self.assertGreater(plan.head.chunks, 1)
         self.assertEqual(plan.head.rows * plan.head.chunks, BATCH * TOKENS)

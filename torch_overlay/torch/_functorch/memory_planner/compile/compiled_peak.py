@@ -139,6 +139,7 @@ class _Compiles:
         # By try and graph, what was compiled and the output strides that it reported.
         self._codes: dict[tuple[_Try, str], tuple[Any, list[Any]]] = {}
         self._kernels: dict[_Try, DeferredKernels] = {}
+        self._partition: Optional[Callable[..., Any]] = None
 
     def compile(self, compile_graph: Callable[..., Any], *arguments: Any) -> Any:
         """Compile by one plan.  Raises `_PlanRejected` if another one is to be tried."""
@@ -147,6 +148,8 @@ class _Compiles:
         state.aot_config = replace(
             state.aot_config, force_non_lazy_backward_lowering=True
         )
+        if self._partition is None:
+            self._partition = partition_by(partition, self)
         kernels = self._kernels.setdefault(self.trying, DeferredKernels())
         self.peaks = CompiledPeaks(*map(self._compile_once, compilers), kernels=kernels)
         self.peaks.guarded = self.trying.is_guarded
@@ -162,7 +165,7 @@ class _Compiles:
             compiled = compile_graph(
                 state,
                 capture,
-                partition_by(partition, self),
+                self._partition,
                 _compiler_like(compilers[0], self.peaks.forward),
                 _compiler_like(compilers[1], compile_backward),
             )
@@ -170,6 +173,7 @@ class _Compiles:
             # AOTAutograd keeps the backward's compiler, and so this.
             self._codes.clear()
             self._kernels.clear()
+            self._partition = None
         except BaseException:
             # The graph is compiled again, or not at all.
             replace_plan(logged_plan(state.fw_metadata), None)

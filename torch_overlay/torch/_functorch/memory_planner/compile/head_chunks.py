@@ -98,14 +98,24 @@ class ChunkedRequest(Protocol):
 def partition_in_chunks(
     partition: Callable[..., Any], request: ChunkedRequest
 ) -> Callable[..., Any]:
-    """A partitioner that splits the variant of a joint graph that a request wants."""
+    """A partitioner that splits the variant of a joint graph that a request wants.
+
+    It has to be called with copies of one joint graph.
+    """
+    variants: dict[int, BudgetedGraph] = {}
 
     def split(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         if not request.has_begun:
             graph = _with_variants(partition, module, inputs, **kwargs)
             if graph is not None:
                 request.begin(graph)
-        with _in_chunks(request.chunks):
+                variants.update(graph.variants)
+        options = {}
+        if request.chunks in variants:
+            # Inductor's passes have run on it.
+            module = copy_of(variants[request.chunks].joint.owning_module)
+            options = {"use_joint_graph_passes": False}
+        with _in_chunks(request.chunks), config.patch(options):
             return partition(module, inputs, **kwargs, request=request)
 
     return split
