@@ -20,7 +20,6 @@ import tempfile
 import threading
 import unittest
 import warnings
-import weakref
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
@@ -57,6 +56,7 @@ from torch._functorch.memory_planner.step import (
 from torch._functorch.memory_planner.step.budget import StepBudget, StepBudgetError
 from torch._functorch.memory_planner.step.current_step import running_step
 from torch._functorch.memory_planner.step.recorder import Recorder
+from torch._functorch.memory_planner.step.tensors import SeenTensors
 from torch._functorch.memory_planner.step.timeline import StepTimeline
 from torch._functorch.partitioners import default_partition
 from torch._inductor import config as inductor_config
@@ -691,15 +691,16 @@ class StepBudgetTest(TestCase):
 
     def test_what_is_counted_at_a_start_need_not_be_guessed(self):
         for counted, given in ((0, 64), (16, 16)):
-            recorder = Recorder(torch.device("cpu"), counted, {})
+            recorder = Recorder(torch.device("cpu"), counted)
             self.assertEqual(recorder.bytes_at_start(64), given)
 
     def test_gradients_that_change_their_size(self):
         leaf = torch.ones(8, requires_grad=True)
         for size in (64, 0):
             leaf.grad = torch.ones(8)
-            leaves = weakref.WeakValueDictionary({id(leaf): leaf})
-            recorder = Recorder(torch.device("cpu"), 0, leaves)
+            seen = SeenTensors()
+            seen.leaves[id(leaf)] = leaf
+            recorder = Recorder(torch.device("cpu"), 0, seen)
             leaf.grad.untyped_storage().resize_(size)
             recorder.storage_numbers(leaf.grad)
             leaf.grad = None

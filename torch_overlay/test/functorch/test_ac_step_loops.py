@@ -299,6 +299,33 @@ class StepLoopsTest(TestCase):
         with self.assertNoLogs(*LOG):
             self.assertLessEqual(train(budget, 4), 1.005 * budget.device_bytes)
 
+    @parametrize("what", ("hidden states", "the batch", "averages"))
+    def test_what_a_step_replaces_counts_once(self, what):
+        model, budget = Net(2), StepBudget(share=0.5)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        states = {at: batch(64) for at in range(2)}
+
+        def step(at):
+            # The last batch is freed in the midst of the step, and nothing reads it.
+            states["batch"] = x = batch(256) if what == "the batch" else batch(64)
+            if what == "averages":
+                old = states.get("averages", [torch.zeros(())] * 8)
+                states["averages"] = [
+                    0.9 * a + 0.1 * p.detach()
+                    for a, p in zip(old, model.blocks.parameters())
+                ]
+                del old
+            for at, each in enumerate(model.blocks):
+                if what == "hidden states":
+                    x, states[at] = x + 0.1 * states[at], x.detach().clone()
+                x = each(x)
+            model.head(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        peaks = self.run_steps(budget, step)
+        self.check(budget, peaks[-1])
+
     def test_what_a_graph_returned_and_stays_grows_with_its_inputs(self):
         model, kept = Net(1, dynamic=True), []
 

@@ -113,7 +113,8 @@ def partition_in_chunks(
         options = {}
         if request.chunks in variants:
             # Inductor's passes have run on it.
-            module = copy_of(variants[request.chunks].joint.owning_module)
+            prepared: Any = variants[request.chunks].joint.owning_module
+            module = copy_of(prepared)
             options = {"use_joint_graph_passes": False}
         with _in_chunks(request.chunks), config.patch(options):
             return partition(module, inputs, **kwargs, request=request)

@@ -39,9 +39,10 @@ from .messages import StepBudgetError, StepWarnings
 from .peak_check import DeviceBytes, memory_of, NEGLIGIBLE, PeakWatch, SLACK
 from .plan_file import PlanFile, StoredGraph, StoredStep
 from .plan_step import Bound, plan_step, Present
-from .recorder import Leaves, Recorder
+from .recorder import Recorder
 from .recording_schedule import MOST_RECORDED, Recording
 from .step_programs import dropped_before, LearnedPrograms, step_program_of
+from .tensors import SeenTensors
 from .timeline import peak_of_recording, StepTimeline
 
 
@@ -118,8 +119,7 @@ class StepBudget(StepWarnings):
         )
         # What the last step recorded.
         self._recorded: Optional[tuple[Recorder, set[Any]]] = None
-        # The leaves of autograd that recorded steps saw.
-        self._leaves: Leaves = weakref.WeakValueDictionary()
+        self._seen = SeenTensors()
         # Whether something was learned that is not planned for yet.
         self.has_news = False
         # Before which kind of event old gradients have to go for the plan to fit.
@@ -173,7 +173,7 @@ class StepBudget(StepWarnings):
         self.counter.begin()
         recorder = None
         if self._recording.left:
-            recorder = Recorder(self.device, self.counter.given(), self._leaves)
+            recorder = Recorder(self.device, self.counter.given(), self._seen)
         Step(self, self.choices, self._learned.states, recorder).enter(sys._getframe(1))
         return self
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from .current_step import _abandon, Caller, running, running_step, running_steps
 from .single_graph_warnings import CALL, is_compiled
-from .tensors import numbers_as_tensors, plain_tensors
+from .tensors import numbers_as_tensors, plain_tensors, SeenTensors
 from .timeline import Event
 
 if TYPE_CHECKING:
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from ...._inductor.wrapper_memory import WrapperMemory
-
-
-# Leaves of autograd, by identity.
-Leaves = weakref.WeakValueDictionary[int, torch.Tensor]
 
 
 def _end_recording_in_child() -> None:
@@ -56,14 +52,14 @@ class Recorder(TorchDispatchMode):
 
     ``log`` has an :class:`Event` for each change, ``nbytes`` the size of each storage.
     ``given`` are the bytes that the device counts when the step starts, 0 where it does
-    not.  It adds the ``leaves`` of autograd that it sees to those known by then.
+    not.  It adds what it sees to what was ``seen`` before.
     """
 
     # Checkpoints in compiled graphs wrap random operators in higher-order ones.
     supports_higher_order_operators = True
 
     def __init__(
-        self, device: torch.device, given: int, leaves: Optional[Leaves] = None
+        self, device: torch.device, given: int, seen: Optional[SeenTensors] = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device.type
@@ -89,7 +85,8 @@ class Recorder(TorchDispatchMode):
         # The storages of states of optimizers that have stepped, and their bytes.
         self._states: dict[int, int] = {}
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
-        self.leaves = weakref.WeakValueDictionary() if leaves is None else leaves
+        self._seen = SeenTensors() if seen is None else seen
+        self.leaves = self._seen.leaves
         # Leaves with a gradient when the step begins, and the gradients' storages, those
         # of parameters among them.
         self._had_gradients = {id(leaf) for leaf in self.with_gradients()}
@@ -97,6 +94,10 @@ class Recorder(TorchDispatchMode):
         self.storage_numbers(gradients, is_existing=True)
         self.given_gradients = self.gradients()
         self.given_to_parameters = self.gradients(self.parameters_with_gradients())
+        for left in filter(None, (storage() for storage in self._seen.left)):
+            self.follow_storage(left, is_existing=True)
+        # The storages known to have been live when the step began.
+        self.at_start = {*self.existing}
 
     def __enter__(self) -> Self:
         _patches.apply()
@@ -107,6 +108,8 @@ class Recorder(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         _patches.undo()
         self._hook.remove()
+        left = filter(None, (storage() for _, storage in self._live.values()))
+        self._seen.left = [*map(weakref.ref, left)]
         modes = _get_current_dispatch_mode_stack()
         if modes and modes[-1] is self:
             super().__exit__(*error)  # type: ignore[no-untyped-call]
@@ -320,7 +323,7 @@ class Recorder(TorchDispatchMode):
         states of optimizers that have stepped.
         """
         left = self.nbytes_of(self.live_storages() - self.existing)
-        gone = self.nbytes_of(self.given_gradients - self.live_storages())
+        gone = self.nbytes_of(self.at_start - self.live_storages())
         given = self.bytes_at_start() + left - gone
         storages = self._storages([*self.leaves.values()])
         parameters = {s._cdata: s.nbytes() for s in storages}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Optional, TYPE_CHECKING
 
 import torch
@@ -21,6 +22,20 @@ _PARTS: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_csc: _COLUMNS,
     torch.sparse_bsc: _COLUMNS,
 }
+
+
+class SeenTensors:
+    """What earlier recordings have seen, as long as it lives.
+
+    ``leaves`` are autograd's, by identity, and ``left`` are the storages that were live
+    when the last recording ended.
+    """
+
+    def __init__(self) -> None:
+        self.leaves: weakref.WeakValueDictionary[int, torch.Tensor] = (
+            weakref.WeakValueDictionary()
+        )
+        self.left: list[weakref.ref[torch.UntypedStorage]] = []
 
 
 def plain_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -90,6 +90,25 @@ def peak_of_recording(recorder: Recorder, counts_lasting: bool) -> int:
     return peak_under_plans(ran.moments, menus, plans) - lasting
 
 
+def replaced_storages(recorder: Recorder) -> set[int]:
+    """The storages from before a recorded step that were freed and replaced in it.
+
+    What the step makes and leaves, such as a hidden state, the next batch, or averages
+    of parameters, replaces as much of the same size.
+    """
+    gradients = recorder.given_gradients | recorder.seen_gradients
+    gradients = gradients | recorder.gradients()
+    old, nbytes = recorder.at_start - gradients, recorder.nbytes
+    new = recorder.live_storages() - recorder.existing - gradients
+    left = Counter(nbytes[s] for s in new)
+    found = set()
+    for kind, s, *_ in recorder.log:
+        if kind == "-" and s in old and left[nbytes[s]]:
+            left[nbytes[s]] -= 1
+            found.add(s)
+    return found
+
+
 def keep_largest(of: dict[Any, Any], new: Mapping[Any, Any]) -> None:
     for key, value in new.items():
         of[key] = max(value, of.get(key, value))
@@ -102,8 +121,8 @@ class StepTimeline:
         recorder: the recording.
         replaced: the fate of the step's new gradients, see :class:`.StepProgram`.  By
             default they live only until they are added to existing ones.
-        given: storages that were there before the step, but whose freeing lowers the
-            live bytes; by default the gradients among them.
+        given: gradients that were there before the step, and whose freeing lowers the
+            live bytes; by default all.  So does that of :func:`replaced_storages`.
         counts_lasting: whether new gradients and optimizer states count to the end.
         places: by call, the graph and slot to note in moments; by default its own.
 
@@ -130,7 +149,8 @@ class StepTimeline:
         self._log = recorder.log
         self._nbytes = recorder.nbytes
         self._remaining = recorder.live_storages()
-        self._given = recorder.given_gradients if given is None else given
+        self._given_gradients = recorder.given_gradients if given is None else given
+        self._replaced = replaced_storages(recorder)
         new = recorder.gradients(recorder.with_new_gradients())
         are_added = replaced is None and not counts_lasting
         self._gradients = new if are_added else set()
@@ -192,9 +212,13 @@ class StepTimeline:
         # lower the live bytes, and restoring it does not raise them.
         is_resized = event.kind == "="
         before = self._beyond.get(event.storage, 0)
-        if event.kind == "-" and event.storage in self._given:
-            # The bytes at the step's start: others count as beyond them.
-            self._drop_given(self._nbytes[event.storage] - before)
+        # The bytes at the step's start: others count as beyond them.
+        given = self._nbytes[event.storage] - before
+        if event.kind == "-" and event.storage in self._given_gradients:
+            self._drop_given(given)
+        elif event.kind == "-" and event.storage in self._replaced:
+            self.live -= given
+            self.fixed -= given
         self._set_bytes(event.storage, before + event.nbytes if is_resized else 0)
         if not is_resized:
             self._beyond.pop(event.storage, None)
