@@ -1268,6 +1268,21 @@ class StepBudgetTest(TestCase):
         # A convolution's backward has two more for itself.
         self.assertLessEqual(abs(peak - budget.plan.predicted_peak), 2.5 * weight)
 
+    @unittest.skipIf(
+        not torch.ops.mkldnn._is_mkldnn_bf16_supported(), "no library's products here"
+    )
+    def test_what_products_in_half_precision_take_is_told(self):
+        model, x = Net().bfloat16(), batch().bfloat16()
+        budget = StepBudget(share=0.0)
+        steps(budget, model, x)
+        excess = measured(budget, model, x) - budget.plan.predicted_peak
+        most = max(graph.workspace for graph in budget.choices)
+        self.assertGreater(excess, 0)
+        self.assertLessEqual(excess, most)
+        self.assertIn(
+            f"takes up to {saved_report.format_bytes(most)} for itself", str(budget)
+        )
+
     def test_what_a_device_counts(self):
         """No such device is here: a tenth more than was predicted."""
         model, budget = Net(), StepBudget(share=0.5)

@@ -1,8 +1,8 @@
 """Measures the workspaces of operators, which no plan counts.
 
-On a CPU, convolutions reorder their arguments into memory of their own, which may be as
-large as the arguments.  How much one takes depends on the library, the processor and
-the sizes, so it cannot be computed.
+On a CPU, convolutions, and matrix products in half precision, reorder their arguments
+into memory of their own, which may be as large as the arguments.  How much one takes
+depends on the library, the processor and the sizes, so it cannot be computed.
 """
 
 from __future__ import annotations
@@ -26,25 +26,30 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+_HALF = (torch.bfloat16, torch.float16)
 
 
-def workspace_of_convolutions(nodes: Iterable[fx.Node]) -> int:
-    """The bytes of the largest workspace of a convolution on a CPU.
+def largest_workspace(nodes: Iterable[fx.Node]) -> int:
+    """The bytes of the largest workspace of a convolution or a product on a CPU.
 
-    The forward and the backward convolution with the most FLOP are each run once, on
+    Of each operator that may have one, the call with the most FLOP is run once, on
     zeros.  Those with symbolic sizes are left out.  0 if that leaves none, or while
     another profiler runs.
     """
     largest: dict[Any, fx.Node] = {}
-    for node in nodes:
+    for node in filter(_has_workspace, nodes):
         before = largest.get(node.target)
-        if node.target in _CONVOLUTIONS and (
-            before is None or flops(node) > flops(before)
-        ):
+        if before is None or flops(node) > flops(before):
             largest[node.target] = node
     if torch._C._autograd._profiler_enabled():
         return 0
     return max(map(_measured_workspace, largest.values()), default=0)
+
+
+def _has_workspace(node: fx.Node) -> bool:
+    is_half = node.target in _PRODUCTS and node.meta["val"].dtype in _HALF
+    return is_half or node.target in _CONVOLUTIONS
 
 
 def _measured_workspace(node: fx.Node) -> int:

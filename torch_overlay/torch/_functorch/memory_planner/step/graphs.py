@@ -7,7 +7,7 @@ import weakref
 from typing import Any, Callable, Optional, TYPE_CHECKING
 
 from ..graph.symbols import has_symbolic_sizes
-from ..graph.workspaces import workspace_of_convolutions
+from ..graph.workspaces import largest_workspace
 from ..peak.footprint import hold_no_more
 
 
@@ -51,8 +51,8 @@ class Graph:
 
     @functools.cached_property
     def workspace(self) -> int:
-        """The most bytes that one of its convolutions takes for itself on a CPU."""
-        return workspace_of_convolutions(self.largest.joint.nodes)
+        """The most bytes that one of its kernels takes for itself on a CPU."""
+        return largest_workspace(self.largest.joint.nodes)
 
     @property
     def sizes_vary(self) -> bool:

@@ -207,11 +207,11 @@ class PeakWatch:
     def warn_of_workspace(
         self, nbytes: int, plan: StepSummary, warns: StepWarnings
     ) -> None:
-        """Warn if a convolution's workspace on a CPU matters beside the plan's peak."""
+        """Warn if a kernel's workspace on a CPU matters beside the plan's peak."""
         if nbytes > SLACK * plan.predicted_peak:
             warns.warn(
-                f"a convolution takes up to {format_bytes(nbytes)} for itself on this "
-                "CPU, which no plan counts",
+                f"a kernel takes up to {format_bytes(nbytes)} for itself on this CPU, "
+                "which no plan counts",
                 "workspaces",
                 is_risk=False,
             )
