@@ -196,15 +196,12 @@ class HeadChunksTest(TestCase):
         self.assertLess(abs(measured - plan.peak.predicted), 0.02 * measured)
 
     def test_a_masked_loss_of_shifted_logits(self):
-        for dtype, limit in ((torch.float32, 4 * MB), (torch.bfloat16, 2 * MB)):
-            found, plan = planned(
-                Shifted, dtype=dtype, activation_memory_peak_bytes=limit
-            )
-            model = Shifted().to(dtype)
-            near = {} if dtype is torch.float32 else {"rtol": 0.05, "atol": 1e-3}
-            self.assertEqual(found, gradients(model, model), **near)
-            self.assertGreater(plan.head.chunks, 1)
-            self.assertLessEqual(plan.peak.predicted, limit)
+        dtype, limit = torch.bfloat16, 2 * MB
+        found, plan = planned(Shifted, dtype, activation_memory_peak_bytes=limit)
+        model = Shifted().to(dtype)
+        self.assertEqual(found, gradients(model, model), rtol=0.05, atol=1e-3)
+        self.assertGreater(plan.head.chunks, 1)
+        self.assertLessEqual(plan.peak.predicted, limit)
 
     def test_no_more_chunks_than_needed(self):
         """Of all plans within a bound, none is cheaper, or as cheap in fewer chunks."""
@@ -216,7 +213,7 @@ class HeadChunksTest(TestCase):
             menus.append(self.menu)
 
         chosen = []
-        for limit in (20 * MB, 12 * MB, 7 * MB, 5 * MB):
+        for limit in (20 * MB, 12 * MB, 5 * MB):
             with mock.patch.object(compiled_peak._Compiles, "begin", noted):
                 found, plan = within(limit)
             self.assertEqual(found, in_eager())
@@ -305,11 +302,12 @@ class HeadChunksTest(TestCase):
         self.assertIn("its sizes vary", last_plan().head.why_whole)
 
     def test_numbers_that_vary(self):
-        with compiling(activation_memory_peak_bytes=MB):
+        with compiling(activation_memory_peak_bytes=1000 * MB):
             model = Model()
             scaled = torch.compile(lambda *given, scale: model(*given) * scale)
-            for scale in (2, 3):
-                gradients(model, functools.partial(scaled, scale=scale))
+            gradients(model, functools.partial(scaled, scale=2))
+            with config.patch(activation_memory_peak_bytes=MB):
+                gradients(model, functools.partial(scaled, scale=3))
         self.assertIn("its sizes vary", last_plan().head.why_whole)
 
     def test_sizes_that_vary_are_no_reason_where_the_user_asks_for_chunks(self):
