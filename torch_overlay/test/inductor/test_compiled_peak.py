@@ -317,7 +317,7 @@ class CompiledPeakTest(TestCase):
     @unittest.skipUnless(step_budget, "a patch of its own brings the step's budget")
     def test_a_share_between_the_ends_of_two_graphs(self):
         torch.manual_seed(0)
-        blocks = [Wide() for _ in range(LAYERS)] + [Gated() for _ in range(LAYERS)]
+        blocks = [Wide(), Wide(), Gated(), Gated()]
         budget = step_budget.StepBudget(share=0.4)
         with budgeted(1):
             for block in blocks:
@@ -359,8 +359,7 @@ class CompiledPeakTest(TestCase):
     @unittest.skipUnless(step_budget, "a patch of its own brings the step's budget")
     def test_guarded_fusions_of_another_size(self):
         torch.manual_seed(0)
-        blocks = [Wide() for _ in range(LAYERS)]
-        model = torch.nn.Sequential(*blocks, torch.nn.Linear(64, 8))
+        model = torch.nn.Sequential(Wide(), Wide(), torch.nn.Linear(64, 8))
         compiled = torch.compile(
             lambda x: F.cross_entropy(model(x), x[:, :8].argmax(1))
         )
