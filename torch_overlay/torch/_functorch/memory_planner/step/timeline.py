@@ -91,20 +91,23 @@ def peak_of_recording(recorder: Recorder, counts_lasting: bool) -> int:
 
 
 def replaced_storages(recorder: Recorder) -> set[int]:
-    """The storages from before a recorded step that were freed and replaced in it.
+    """The storages from before a recorded step that were freed after being replaced.
 
     What the step makes and leaves, such as a hidden state, the next batch, or averages
-    of parameters, replaces as much of the same size.
+    of parameters, replaces as much of the same size.  What is freed before that may be
+    freed at other times in other steps, by another thread.
     """
     gradients = recorder.given_gradients | recorder.seen_gradients
     gradients = gradients | recorder.gradients()
     old, nbytes = recorder.at_start - gradients, recorder.nbytes
     new = recorder.live_storages() - recorder.existing - gradients
-    left = Counter(nbytes[s] for s in new)
+    made: Counter[int] = Counter()
     found = set()
     for kind, s, *_ in recorder.log:
-        if kind == "-" and s in old and left[nbytes[s]]:
-            left[nbytes[s]] -= 1
+        if kind == "+" and s in new:
+            made[nbytes[s]] += 1
+        elif kind == "-" and s in old and made[nbytes[s]]:
+            made[nbytes[s]] -= 1
             found.add(s)
     return found
 
@@ -207,9 +210,8 @@ class StepTimeline:
 
     def _change_storage(self, event: Event) -> None:
         """A storage is resized, freed, or held by no caller any more."""
-        self._passing = 0
-        # What was there before may have been made out of sight: freeing it does not
-        # lower the live bytes, and restoring it does not raise them.
+        # What was there before may have been made out of sight, or be freed at another
+        # time: freeing it does not lower the live bytes, restoring does not raise them.
         is_resized = event.kind == "="
         before = self._beyond.get(event.storage, 0)
         # The bytes at the step's start: others count as beyond them.
@@ -219,6 +221,10 @@ class StepTimeline:
         elif event.kind == "-" and event.storage in self._replaced:
             self.live -= given
             self.fixed -= given
+        elif event.kind == "-" and event.storage not in self._beyond:
+            return
+        if event.storage not in self._replaced:
+            self._passing = 0
         self._set_bytes(event.storage, before + event.nbytes if is_resized else 0)
         if not is_resized:
             self._beyond.pop(event.storage, None)
