@@ -6,6 +6,7 @@ Every peak is what torch's allocators tell the profiler while the step runs.
 
 import contextlib
 import functools
+import threading
 import unittest
 from unittest import mock
 
@@ -326,14 +327,20 @@ class StepLoopsTest(TestCase):
         peaks = self.run_steps(budget, step)
         self.check(budget, peaks[-1])
 
-    def test_what_is_freed_first_may_be_freed_outside_of_steps(self):
+    @parametrize("how", ("first", "by another thread"))
+    def test_what_may_be_freed_outside_of_steps_counts_twice(self, how):
         model, budget, states = Net(2), StepBudget(share=0.0), {}
 
         def step(at):
             with budget:
-                if at < 3:
+                if at < 3 and how == "first":
                     states.clear()
-                states["batch"] = batch(1024)
+                new = batch(1024)
+                if at < 3 and how != "first":
+                    thread = threading.Thread(target=states.clear)
+                    thread.start()
+                    thread.join()
+                states["batch"] = new
                 model(states["batch"]).square().mean().backward()
             model.zero_grad()
 

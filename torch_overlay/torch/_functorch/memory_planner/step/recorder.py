@@ -76,7 +76,7 @@ class Recorder(TorchDispatchMode):
         # The code that is to end the step, and results made after that code failed.
         self.caller = Caller(None)
         self._results: list[weakref.ref[Any]] = []
-        self._given = given
+        self._given, self._thread = given, threading.get_ident()
         # Storages that count as older than the step: they existed when first seen.
         self.existing: set[int] = set()
         # Storages seen to be gradients; whether a backward may have made more since.
@@ -236,7 +236,8 @@ class Recorder(TorchDispatchMode):
 
         def died(_: Any) -> None:
             del self._live[key]
-            self.log.append(Event("-", s))
+            is_own = threading.get_ident() == self._thread
+            self.log.append(Event("-", s, flag=is_own))
 
         self._live[key] = s, weakref.ref(storage, died)
         if is_existing:

@@ -33,8 +33,8 @@ class Event(NamedTuple):
             backward of a ``call`` begins and ends; "x", its backward will never run.
         storage: the storage's number, -1 for the event of a call.
         nbytes: of "+", the storage's bytes; of "=", the change, perhaps negative.
-        flag: of "+", whether grad mode was on; of a call, whether anything is kept for
-            a backward to come.
+        flag: of "+", whether grad mode was on; of "-", whether the step's own thread
+            freed it; of a call, whether anything is kept for a backward to come.
         inputs: of "B", the storages of the graph's inputs and tangents, and of what its
             forward returned.
     """
@@ -94,8 +94,8 @@ def replaced_storages(recorder: Recorder) -> set[int]:
     """The storages from before a recorded step that were freed after being replaced.
 
     What the step makes and leaves, such as a hidden state, the next batch, or averages
-    of parameters, replaces as much of the same size.  What is freed before that may be
-    freed at other times in other steps, by another thread.
+    of parameters, replaces as much of the same size.  What is freed before that, or by
+    another thread, as what was sent to another rank, may be freed between other steps.
     """
     gradients = recorder.given_gradients | recorder.seen_gradients
     gradients = gradients | recorder.gradients()
@@ -103,10 +103,11 @@ def replaced_storages(recorder: Recorder) -> set[int]:
     new = recorder.live_storages() - recorder.existing - gradients
     made: Counter[int] = Counter()
     found = set()
-    for kind, s, *_ in recorder.log:
-        if kind == "+" and s in new:
+    for event in recorder.log:
+        s = event.storage
+        if event.kind == "+" and s in new:
             made[nbytes[s]] += 1
-        elif kind == "-" and s in old and made[nbytes[s]]:
+        elif event.kind == "-" and event.flag and s in old and made[nbytes[s]]:
             made[nbytes[s]] -= 1
             found.add(s)
     return found
@@ -124,8 +125,8 @@ class StepTimeline:
         recorder: the recording.
         replaced: the fate of the step's new gradients, see :class:`.StepProgram`.  By
             default they live only until they are added to existing ones.
-        given: gradients that were there before the step, and whose freeing lowers the
-            live bytes; by default all.  So does that of :func:`replaced_storages`.
+        given: storages that were there before the step, but whose freeing lowers the
+            live bytes, as does that of :func:`replaced_storages`; by default gradients.
         counts_lasting: whether new gradients and optimizer states count to the end.
         places: by call, the graph and slot to note in moments; by default its own.
 
@@ -152,7 +153,7 @@ class StepTimeline:
         self._log = recorder.log
         self._nbytes = recorder.nbytes
         self._remaining = recorder.live_storages()
-        self._given_gradients = recorder.given_gradients if given is None else given
+        self._given = recorder.given_gradients if given is None else given
         self._replaced = replaced_storages(recorder)
         new = recorder.gradients(recorder.with_new_gradients())
         are_added = replaced is None and not counts_lasting
@@ -210,21 +211,18 @@ class StepTimeline:
 
     def _change_storage(self, event: Event) -> None:
         """A storage is resized, freed, or held by no caller any more."""
-        # What was there before may have been made out of sight, or be freed at another
-        # time: freeing it does not lower the live bytes, restoring does not raise them.
+        self._passing = 0
+        # What was there before may have been made out of sight: freeing it does not
+        # lower the live bytes, and restoring it does not raise them.
         is_resized = event.kind == "="
         before = self._beyond.get(event.storage, 0)
         # The bytes at the step's start: others count as beyond them.
         given = self._nbytes[event.storage] - before
-        if event.kind == "-" and event.storage in self._given_gradients:
+        if event.kind == "-" and event.storage in self._given:
             self._drop_given(given)
         elif event.kind == "-" and event.storage in self._replaced:
             self.live -= given
             self.fixed -= given
-        elif event.kind == "-" and event.storage not in self._beyond:
-            return
-        if event.storage not in self._replaced:
-            self._passing = 0
         self._set_bytes(event.storage, before + event.nbytes if is_resized else 0)
         if not is_resized:
             self._beyond.pop(event.storage, None)
