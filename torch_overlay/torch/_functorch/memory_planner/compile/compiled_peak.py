@@ -78,7 +78,7 @@ def within_peak(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
         asked = _peak_asked_for(capture.graph_module, partition)
         if asked is None:
             return compile_graph(*arguments)
-        compiles = _Compiles(asked)
+        compiles = _Compiles(asked, partition)
         while True:
             try:
                 return compiles.compile(compile_graph, *arguments)
@@ -129,8 +129,9 @@ class _Try(NamedTuple):
 class _Compiles:
     """Compiles a joint graph by one plan after the other."""
 
-    def __init__(self, asked: PeakBytes) -> None:
+    def __init__(self, asked: PeakBytes, partition: Callable[..., Any]) -> None:
         self.asked = asked
+        self._partition = partition_by(partition, self)
         self.trying, self.is_last = _Try(0), False
         # None until the graph's plans have been found.
         self.menu: Optional[Menu] = None
@@ -139,17 +140,14 @@ class _Compiles:
         # By try and graph, what was compiled and the output strides that it reported.
         self._codes: dict[tuple[_Try, str], tuple[Any, list[Any]]] = {}
         self._kernels: dict[_Try, DeferredKernels] = {}
-        self._partition: Optional[Callable[..., Any]] = None
 
     def compile(self, compile_graph: Callable[..., Any], *arguments: Any) -> Any:
         """Compile by one plan.  Raises `_PlanRejected` if another one is to be tried."""
-        state, capture, partition, *compilers = arguments
+        state, capture, _, *compilers = arguments
         state, capture = fresh_copy(state, capture)
         state.aot_config = replace(
             state.aot_config, force_non_lazy_backward_lowering=True
         )
-        if self._partition is None:
-            self._partition = partition_by(partition, self)
         kernels = self._kernels.setdefault(self.trying, DeferredKernels())
         self.peaks = CompiledPeaks(*map(self._compile_once, compilers), kernels=kernels)
         self.peaks.guarded = self.trying.is_guarded
@@ -173,7 +171,7 @@ class _Compiles:
             # AOTAutograd keeps the backward's compiler, and so this.
             self._codes.clear()
             self._kernels.clear()
-            self._partition = None
+            del self._partition
         except BaseException:
             # The graph is compiled again, or not at all.
             replace_plan(logged_plan(state.fw_metadata), None)

@@ -313,7 +313,8 @@ class Recorder(TorchDispatchMode):
     def bytes_at_start(self, least: int = 0) -> int:
         """The bytes that were live when the step started.
 
-        Where nothing counts them, those that it used, but at ``least`` so many.
+        Where nothing counts them, those that it used or that the last recording left,
+        but at ``least`` so many.
         """
         return self._given or max(least, self.nbytes_of(self.existing))
 

@@ -90,19 +90,17 @@ def peak_of_recording(recorder: Recorder, counts_lasting: bool) -> int:
     return peak_under_plans(ran.moments, menus, plans) - lasting
 
 
-def replaced_storages(recorder: Recorder) -> set[int]:
-    """The storages from before a recorded step that were freed after being replaced.
+def replaced_storages(recorder: Recorder, old: set[int], new: set[int]) -> set[int]:
+    """Those of the ``old`` storages that a step freed after ``new`` ones replaced them.
 
-    What the step makes and leaves, such as a hidden state, the next batch, or averages
+    What a step makes and leaves, such as a hidden state, the next batch, or averages
     of parameters, replaces as much of the same size.  What is freed before that, or by
     another thread, as what was sent to another rank, may be freed between other steps.
     """
-    gradients = recorder.given_gradients | recorder.seen_gradients
-    gradients = gradients | recorder.gradients()
-    old, nbytes = recorder.at_start - gradients, recorder.nbytes
-    new = recorder.live_storages() - recorder.existing - gradients
+    # How many new storages have been made and replace none yet, by their size.
     made: Counter[int] = Counter()
     found = set()
+    nbytes = recorder.nbytes
     for event in recorder.log:
         s = event.storage
         if event.kind == "+" and s in new:
@@ -154,7 +152,6 @@ class StepTimeline:
         self._nbytes = recorder.nbytes
         self._remaining = recorder.live_storages()
         self._given = recorder.given_gradients if given is None else given
-        self._replaced = replaced_storages(recorder)
         new = recorder.gradients(recorder.with_new_gradients())
         are_added = replaced is None and not counts_lasting
         self._gradients = new if are_added else set()
@@ -169,6 +166,11 @@ class StepTimeline:
         calls = {event.call for event in self._log if event.kind == "F"}
         returned = {s for call in calls for s in call.outputs}
         stays = self._remaining - returned
+        self._replaced = replaced_storages(
+            recorder,
+            recorder.at_start - recorder.given_gradients - self._all_gradients,
+            self._remaining - recorder.existing - self._all_gradients,
+        )
         self._of_no_input = stays | resized | self._all_gradients
         # Dropped outputs that a backward gets no tangent of count only if saved.
         backwards = (event.call for event in self._log if event.kind == "B")
