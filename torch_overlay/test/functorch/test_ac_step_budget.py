@@ -931,6 +931,29 @@ class StepBudgetTest(TestCase):
             peak = measured(budget, model, batch(), train=other)
             self.assertLessEqual(peak, 1.005 * budget.plan.allowed)
 
+    def test_a_batch_that_a_step_makes_for_an_evaluation(self):
+        made = []
+
+        def with_a_batch(model, x):
+            train(model, x)
+            with torch.no_grad():
+                # Without the batches, there is room for each call.
+                made[:] = [batch(3 * BATCH // 2) for _ in range(16)]
+                for each in made:
+                    model.blocks[0](each)
+                made.clear()
+
+        model, budget = Net(blocks=2), StepBudget(share=1)
+        budget.counter = counting(lambda: sum(each.nbytes for each in made))
+        with self.assertNoLogs(*LOG):
+            steps(budget, model, batch(), count=4)
+            # What was compiled within the step leaves bytes behind, too.
+            steps(budget, model, batch(), train=with_a_batch, count=1)
+            steps(budget, model, batch())
+        with self.assertLogs(f"{PLACE}.step.messages", "WARNING") as logs:
+            steps(budget, model, batch(), train=with_a_batch, count=1)
+        self.assertIn("a call of Block, which has no backward", logs.output[0])
+
     def test_a_call_is_as_large_as_what_it_computes(self):
         class Scores(nn.Linear):
             def forward(self, x):

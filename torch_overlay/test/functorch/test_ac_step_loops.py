@@ -108,6 +108,23 @@ class StepLoopsTest(TestCase):
             peaks = self.run_dropping(budget, place)
         self.check(budget, peaks[-1])
 
+    @parametrize("backend", (AOT, "inductor"))
+    def test_what_was_saved_stays_while_its_graph_is_retained(self, backend):
+        model, x = Net(1, out=256, backend=backend), batch(512)
+
+        def step(at):
+            model.zero_grad()
+            hidden = model.blocks[0](x)
+            hidden.square().mean().backward(retain_graph=True)
+            hidden.sin().mean().backward()
+
+        for share in (0.3, 1):
+            torch._dynamo.reset()
+            budget = StepBudget(share=share, strict=True)
+            with self.assertNoLogs(*LOG):
+                peaks = self.run_steps(budget, step)
+            self.check(budget, peaks[-1])
+
     @parametrize("place", ("first", "between"))
     def test_gradients_that_a_step_drops_need_no_room(self, place):
         # Of so few rows, gradients hold more than what is saved.

@@ -138,12 +138,15 @@ class _Compiled:
     gone: frozenset[int]
     known: dict[Any, Told] = field(default_factory=dict)
 
-    def __call__(self, values: Values = (), alone: Names = ()) -> Told:
-        if (values, alone) not in self.known:
-            self.known[values, alone] = self._tell(values, alone)
-        return self.known[values, alone]
+    def __call__(
+        self, values: Values = (), alone: Names = (), is_retained: bool = False
+    ) -> Told:
+        key = values, alone, is_retained
+        if key not in self.known:
+            self.known[key] = self._tell(*key)
+        return self.known[key]
 
-    def _tell(self, values: Values, alone: Names) -> Told:
+    def _tell(self, values: Values, alone: Names, is_retained: bool) -> Told:
         forward = self.forward.at(dict(values))
         results = tuple(
             None if at in self.gone else each for at, each in enumerate(forward.results)
@@ -156,6 +159,7 @@ class _Compiled:
             self.num_fwd_outputs,
             SizeEvaluator(values)(self.tangent_bytes),
             alone,
+            is_retained,
         )
 
 
@@ -171,6 +175,7 @@ def told_peaks(
     num_fwd_outputs: int,
     tangent_bytes: int,
     alone: Names = (),
+    is_retained: bool = False,
 ) -> Told:
     """What the two graphs of a joint graph hold; parameters and inputs do not count.
 
@@ -183,6 +188,7 @@ def told_peaks(
         alone: the names and bytes of those inputs, tangents and outputs of the forward
             that are freed after their last use in the backward.  Its peak leaves out
             their bytes, which are counted elsewhere, as if they were held to the end.
+        is_retained: whether what was kept is held to the end of the backward.
     """
     outputs = dict(zip(results[:num_fwd_outputs], forward.results))
     returned = {*outputs.values()} - {None}
@@ -195,8 +201,10 @@ def told_peaks(
     kept = sum(nbytes for _, nbytes in owned)
     goes = {outputs.get(name) or name: nbytes for name, nbytes in alone}
     goes = {key: nbytes for key, nbytes in goes.items() if key in places}
-    own = [(storage[1], places[storage]) for storage in owned]
+    freed = [] if is_retained else owned
+    own = [(storage[1], places[storage]) for storage in freed]
     own += [(nbytes, places[key]) for key, nbytes in goes.items()]
     held = sum(nbytes for _, nbytes in filter(None, returned)) + tangent_bytes
+    held += kept * is_retained
     peak = backward.peak(own) + held - sum(goes.values())
     return Told(kept, forward.peak(), peak)

@@ -114,6 +114,7 @@ class Program:
         written_back: those that the caller copies into its inputs, live until then.
         tangents, tangent_bytes: the inputs of the backward alone, and their bytes.
         owned: the inputs that the backward alone holds, until their last use.
+        is_retained: whether autograd holds what was saved beyond the backward.
         required: the nodes that the forward runs in every plan.
         results: what the forward returns: nodes, and constants.
         gradients: the nodes that the backward returns.
@@ -142,6 +143,7 @@ class Program:
     gradients: list[fx.Node]
     timeline: Callable[..., LiveBytes] = LiveBytes
     unsized: str = ""
+    is_retained: bool = False
 
     @functools.cached_property
     def nodes(self) -> list[fx.Node]:
@@ -202,7 +204,7 @@ class Program:
         """The total bytes of these storages."""
         return sum(self.nbytes[s] for s in storages)
 
-    def releasing(self, alone: Mapping[int, int]) -> Program:
+    def releasing(self, alone: Mapping[int, int], is_retained: bool) -> Program:
         """The same, where the backward alone holds some storages until their last use.
 
         ``alone`` maps these to their bytes.  They may be inputs, which then count, and
@@ -220,6 +222,7 @@ class Program:
             owned=self.owned | inputs,
             outputs=self.outputs - returned,
             always_saved=self.always_saved | returned,
+            is_retained=is_retained,
         )
 
     # --------------------------------------------------------------- evaluating
@@ -242,9 +245,10 @@ class Program:
         count = len(plans)
         everyone = (1 << count) - 1
         saved = self.masks_of_saving_plans(plans)
-        _, repeated = self.find_recomputed(saved, everyone)
+        needed, repeated = self.find_recomputed(saved, everyone)
+        kept = [plans & needing for plans, needing in zip(saved, needed)]
         repeats = self.recomputes_by_step(saved, repeated, everyone)
-        step_peaks, kept = self._backward_peaks(repeats, saved, count)
+        step_peaks = self._backward_peaks(repeats, saved, kept, count)
         forward_peaks = self.forward_peaks(kept, count)
         return [
             Evaluation(forward, steps, 1 << plan, repeats, repeated, kept)
@@ -327,12 +331,14 @@ class Program:
         return repeats
 
     def _backward_peaks(
-        self, repeats: Repeats, saved: Sequence[int], count: int
-    ) -> tuple[list[list[int]], list[int]]:
-        """The peaks of each plan's steps, and which plans keep each storage."""
+        self, repeats: Repeats, saved: Sequence[int], kept: Sequence[int], count: int
+    ) -> list[list[int]]:
+        """The peaks of each plan's steps, where plans keep each storage as ``kept``."""
         everyone = (1 << count) - 1
         timeline = self.timeline(self, saved, is_forward=False)
         timeline.touch(self.returned, everyone)
+        for s, plans in enumerate(kept if self.is_retained else ()):
+            timeline.touch((s,), plans)
         for at in reversed(range(len(repeats))):
             timeline.run(self.steps[at].operator, everyone, at)
             for op, plans in reversed(repeats[at]):
@@ -341,11 +347,10 @@ class Program:
         # What is live when the backward starts.
         for s in self.owned:
             timeline.add_change(timeline.touched[s], self.nbytes[s])
-        kept = [plans & reading for plans, reading in zip(saved, timeline.touched)]
         for s, plans in enumerate(kept):
             if s not in self.outputs:
                 timeline.add_change(plans, self.nbytes[s])
-        return timeline.peaks(count, self.held_by_caller), kept
+        return timeline.peaks(count, self.held_by_caller)
 
     def forward_peaks(self, kept: Sequence[int], count: int) -> list[int]:
         """The forward's peak in bytes, for each of ``count`` plans.

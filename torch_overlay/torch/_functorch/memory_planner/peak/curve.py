@@ -57,9 +57,10 @@ class Held(NamedTuple):
     """What calls in ``slot`` of the graph numbered ``graph`` hold at a moment.
 
     ``what`` is "kept" for a call that waits for its backward, "forward" or "backward"
-    for the one that runs, and "output" for a result that is only live if it is saved.
-    ``of`` is the index of the output; for "backward", those of the inputs that it alone
-    holds.  ``calls`` is how many hold it at once.
+    for the one that runs, "retained" for a backward whose graph is retained, and
+    "output" for a result that is only live if it is saved.  ``of`` is the index of the
+    output; for a backward, those of the inputs that it alone holds.  ``calls`` is how
+    many hold it at once.
     """
 
     graph: int

@@ -80,7 +80,9 @@ class Tell(Protocol):
     """Tells what a plan's compiled graphs hold, whose sizes may be symbolic.
 
     For others than ``values`` has, their hints count.  The backward alone holds the
-    values that ``alone`` names.
+    values that ``alone`` names; if ``is_retained``, it frees nothing that was kept.
     """
 
-    def __call__(self, values: Values = (), alone: Names = ()) -> Told: ...
+    def __call__(
+        self, values: Values = (), alone: Names = (), is_retained: bool = False
+    ) -> Told: ...

@@ -201,11 +201,12 @@ class Menu:
             )
             nbytes = output.nbytes if output is not None else 0
             return [nbytes * (of in plan.outputs) for plan in self.plans]
-        if what == "backward" and of:
-            return [*map(max, zip(*self._backward_alone(of)))]
+        if what == "retained" or of:
+            found = self._backward_alone(of, is_retained=what == "retained")
+            return [*map(max, zip(*found))]
         return [getattr(plan, what) for plan in self.plans]
 
-    def _backward_alone(self, of: frozenset[int]) -> list[list[int]]:
+    def _backward_alone(self, of: frozenset[int], is_retained: bool) -> list[list[int]]:
         """By size and plan, the bytes of a backward that alone holds these inputs."""
         compiled = self._compiled() if self.is_corrected else []
         found, largest = [], self.sizes[0]
@@ -213,12 +214,12 @@ class Menu:
             # These inputs are smaller there, but eager code's bytes include the largest.
             if at is not largest and hold_no_more(at.plans, largest.plans):
                 continue
-            held = at.backward_bytes(at.plans, of)
+            held = at.backward_bytes(at.plans, of, is_retained)
             for index in range(len(held) if compiled else 0):
                 near = _nearest(compiled, at, index)
                 size = max(at.plans[near.plan].backward, 1)
-                error = round(near.at.error_alone(near.plan, near.tell, of) * size)
-                held[index] = max(held[index] + error, 0)
+                error = near.at.error_alone(near.plan, near.tell, of, is_retained)
+                held[index] = max(held[index] + round(error * size), 0)
             found.append(held)
         return found
 

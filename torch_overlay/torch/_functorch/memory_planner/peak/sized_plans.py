@@ -75,7 +75,7 @@ class SizedPlans:
         ]
         # Often, nobody else holds what a backward is given.
         given = frozenset(i for i in self.variants[1].inputs if i >= primals)
-        most, *bytes_given = self.backward_bytes([plan, *found], given)
+        most, *bytes_given = self.backward_bytes([plan, *found], given, False)
         return next((p for p, held in zip(found, bytes_given) if held <= most), plan)
 
     def for_trace(self, joint: BudgetedGraph, missing: Optional[Missing]) -> SizedPlans:
@@ -131,26 +131,34 @@ class SizedPlans:
             for nbytes, own in zip(held, plan[:3])
         ]
 
-    def error_alone(self, index: int, tell: Tell, of: frozenset[int]) -> float:
-        """The error of ``backward`` if it alone holds these inputs."""
-        key = index, tell, of
+    def error_alone(self, *key: Any) -> float:
+        """The error of :meth:`backward_bytes` for the plan of an index.
+
+        The arguments are the index, what tells of the plan, and those of that method.
+        """
         if key not in self._errors_alone:
-            self._errors_alone[key] = self._error_alone(index, tell, of)
+            self._errors_alone[key] = self._error_alone(*key)
         return self._errors_alone[key]
 
-    def _error_alone(self, index: int, tell: Tell, of: frozenset[int]) -> float:
+    def _error_alone(
+        self, index: int, tell: Tell, of: frozenset[int], is_retained: bool
+    ) -> float:
         plan = self.plans[index]
         inputs = self.variants[plan.chunks].inputs
         alone = [inputs[i] for i in sorted(of) if i in inputs]
-        told = tell(self.values, tuple((each.name, each.nbytes) for each in alone))
-        (estimate,) = self.backward_bytes([plan], of)
+        names = tuple((each.name, each.nbytes) for each in alone)
+        told = tell(self.values, names, is_retained)
+        (estimate,) = self.backward_bytes([plan], of, is_retained)
         error = told.backward - self.model_of(plan).held_by_caller - estimate
         return error / max(plan.backward, 1)
 
     def backward_bytes(
-        self, plans: Sequence[Footprint], of: frozenset[int]
+        self, plans: Sequence[Footprint], of: frozenset[int], is_retained: bool
     ) -> list[int]:
-        """The bytes that each plan's backward holds if it alone holds these inputs."""
+        """The bytes that each plan's backward holds if it alone holds these inputs.
+
+        If its graph is retained, what was kept is live until the backward ends.
+        """
         found = [0] * len(plans)
         for chunks, (model, inputs, *_) in self.variants.items():
             here = [at for at, plan in enumerate(plans) if plan.chunks == chunks]
@@ -158,7 +166,7 @@ class SizedPlans:
                 continue
             alone = [inputs[index] for index in of if index in inputs]
             own = {each.storage: each.nbytes for each in alone}
-            releasing = model.releasing(own)
+            releasing = model.releasing(own, is_retained)
             # The bytes of eager code include these inputs, as if held to the end.
             beside = releasing.held_by_caller + sum(own.values())
             returned = own.keys() & model.outputs

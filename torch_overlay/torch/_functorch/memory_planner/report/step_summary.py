@@ -299,13 +299,15 @@ def _describe_moments(
         for graph, slot, kind, of, times in held:
             index = plan.choices[graph][slot]
             size = times * live(graph, kind, of)[index]
-            if kind not in ("forward", "backward"):
+            if kind in ("kept", "output"):
                 saved += size
                 continue
-            what = f"{kind} of {graphs[graph].name}"
-            if kind == "backward":
-                what += place(graph, index)
-            kept = live(graph, "kept", None)[index] if kind == "backward" else 0
+            name = graphs[graph].name
+            if kind == "forward":
+                what, kept = f"forward of {name}", 0
+            else:
+                what = f"backward of {name}{place(graph, index)}"
+                kept = live(graph, "kept", None)[index]
             saved += kept
             transient += size - kept
         total, fixed, gradients = nbytes

@@ -36,7 +36,7 @@ from .calls import is_trained, State, Step
 from .current_step import close_step_of
 from .graphs import Graph, Graphs
 from .messages import StepBudgetError, StepWarnings
-from .peak_check import DeviceBytes, memory_of, NEGLIGIBLE, PeakWatch, SLACK
+from .peak_check import DeviceBytes, memory_of, NEGLIGIBLE, PeakWatch
 from .plan_file import PlanFile, StoredGraph, StoredStep
 from .plan_step import Bound, plan_step, Present
 from .recorder import Recorder
@@ -135,7 +135,7 @@ class StepBudget(StepWarnings):
         # The bytes live when a step starts, and how many of the allowed bytes are free
         # while no call waits for its backward.
         self._present = Present()
-        self._spare = 0
+        self.spare = 0
         self.plan: Optional[StepSummary] = None
         # By graph number, the stored plans.
         self._stored: dict[int, StoredGraph] = {}
@@ -144,7 +144,7 @@ class StepBudget(StepWarnings):
             self._learned = LearnedPrograms(stored.programs)
             # Eager code may have changed: record a step to compare with each program.
             self._recording.left = min(len(stored.programs), MOST_RECORDED)
-            self._present, self._spare = stored.present, stored.spare
+            self._present, self.spare = stored.present, stored.spare
             self.plan, self._stored = stored.summary, stored.graphs
 
     def __reduce__(self) -> Any:
@@ -259,12 +259,6 @@ class StepBudget(StepWarnings):
                 held += self._bound.counted(present)
                 self.watch.warn_of_excess(held, self.plan, self, bool(new))
 
-    def has_room_for(self, nbytes: float, while_waiting: bool) -> bool:
-        """Whether ``nbytes`` that no plan counts fit; few do while calls wait."""
-        if self.plan is None:
-            return False
-        return nbytes <= (SLACK * self.plan.allowed if while_waiting else self._spare)
-
     def _learn_program(self, recorder: Recorder, states: set[State]) -> None:
         # What only reference cycles keep alive will be gone in the next step.
         gc.collect()
@@ -367,7 +361,7 @@ class StepBudget(StepWarnings):
         self.has_news = any(factor > _GROWN for factor in growth.values())
         plan = found.summary
         self.choices.update({graphs[n]: each for n, each in found.choices.items()})
-        self.plan, self._spare = plan, found.spare
+        self.plan, self.spare = plan, found.spare
         self._must_drop_before = found.fits_if_dropped_before
         if not self._must_drop_before:
             self._warn_if_over()

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import _CachingTorchDispatchMode, _recomputation_hoo
 
 from .call import Call
 from .current_step import Caller, running
+from .peak_check import SLACK
 from .tensors import storages_in
 
 
@@ -189,9 +190,8 @@ class Step:
         left, held = self._live_results_without_backward()
         slot = sum(each.graph == graph for each in left)
         state = State("I", graph, slot, name, waiting=self._key, size=size)
-        nbytes = math.inf if peak is None else held + peak
-        while_waiting = bool(self._waiting)
-        if state in self._known or not self.budget.has_room_for(nbytes, while_waiting):
+        most, while_waiting = math.inf if peak is None else peak, bool(self._waiting)
+        if state in self._known or not self._has_room_for(most, held, while_waiting):
             self.note_state(state)
             return state
         self.passed_over.add(state)
@@ -206,6 +206,21 @@ class Step:
         storages = storages_in(results)
         made = [weakref.ref(each) for each in storages if each._cdata not in given]
         self._returned.append((state, made))
+
+    def _has_room_for(self, peak: float, left: int, while_waiting: bool) -> bool:
+        """Whether there is room for the ``peak`` of a call that no plan counts.
+
+        Neither do plans count what such calls have ``left``, nor a batch that eager
+        code made for this one.  While other calls wait, few bytes fit.
+        """
+        plan, watch = self.budget.plan, self.budget.watch
+        if plan is None:
+            return False
+        if while_waiting:
+            return left + peak <= SLACK * plan.allowed
+        if left + peak > self.budget.spare:
+            return False
+        return watch.has_room_for(peak, self.budget.counter.live(), plan)
 
     def _live_results_without_backward(self) -> tuple[list[State], int]:
         """Calls without backward whose results live; the bytes of those passed over."""
@@ -241,7 +256,7 @@ class Step:
     def _recount_passed_over(self) -> None:
         """Note calls that were passed over if there is no room for what they left."""
         left, nbytes = self._live_results_without_backward()
-        if not self.budget.has_room_for(nbytes, while_waiting=True):
+        if not self._has_room_for(0, nbytes, while_waiting=True):
             for state in self.passed_over.intersection(left):
                 self.note_state(state)
             self.passed_over.difference_update(left)

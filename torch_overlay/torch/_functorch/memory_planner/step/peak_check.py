@@ -139,12 +139,22 @@ class PeakWatch:
 
         Eager code may hold results of an evaluation that is not planned for.
         """
-        start = self._start
-        if plan is None or live is None or start is None:
-            return
-        if not self._has_compiled():
-            held = live - self._beyond_start(start)
+        held = self._held_by_step(live)
+        if plan is not None and held is not None:
             self.warn_of_excess(held, plan, warns, more=_NOISE)
+
+    def has_room_for(
+        self, nbytes: float, live: Optional[int], plan: StepSummary
+    ) -> bool:
+        """Whether so many bytes more than are live now are allowed, as far as known."""
+        held = self._held_by_step(live)
+        return held is None or held + nbytes <= plan.allowed + _NOISE
+
+    def _held_by_step(self, live: Optional[int]) -> Optional[int]:
+        """What the step holds, None if unknown, as when a compile left bytes behind."""
+        if live is None or self._start is None or self._has_compiled():
+            return None
+        return live - self._beyond_start(self._start)
 
     def peak_of(self, counted: Optional[int]) -> Optional[int]:
         """A counted peak, less the step's start where plans are for what is beyond it.

@@ -270,14 +270,11 @@ class StepTimeline:
             self._count_call(call)
             held |= {Held(*own, "forward")}
         else:
-            waiting = {**self._waiting, call: None}
-            alone: frozenset[int] = frozenset()
-            if not event.flag:
-                # What was kept is freed during the backward, whose peak includes it.
-                del waiting[call]
-                alone = self._held_alone(at, event)
+            # What was kept is part of the backward's peak.
+            waiting = {c: None for c in self._waiting if c is not call}
             held = self._held_by_waiting(waiting, call)
-            held |= {Held(*own, "backward", alone)}
+            what = "retained" if event.flag else "backward"
+            held |= {Held(*own, what, self._held_alone(at, event))}
         self._passing = 0
         self._most = self._live()
         self._note_moment(self._most, held)
