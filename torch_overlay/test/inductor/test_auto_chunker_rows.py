@@ -62,6 +62,12 @@ def by_class(hidden, weight, words):
     return F.cross_entropy(logits, words.flatten(), weight=classes)
 
 
+LOSSES = [next_words, masked, by_class]
+if torch.__version__ < (2, 12):
+    # There, upstream's chunker has no rule for the views in the gradients of others.
+    LOSSES = LOSSES[:1]
+
+
 def in_double(hidden, weight, words):
     logits = F.linear(hidden, weight).flatten(0, 1).double()
     return F.cross_entropy(logits, words.flatten()) + 1e-4 * logits.square().sum()
@@ -123,9 +129,7 @@ class AutoChunkerRowsTest(TestCase):
         for each, other in zip(found[1:], gradients):
             self.assertLess((each.float() - other).norm() / other.norm(), 1e-2)
 
-    @parametrize(
-        "loss", (next_words, masked, by_class), name_fn=lambda loss: loss.__name__
-    )
+    @parametrize("loss", LOSSES, name_fn=lambda loss: loss.__name__)
     def test_losses_in_chunks(self, loss):
         self.check(loss, given(), in_chunks(loss))
 
