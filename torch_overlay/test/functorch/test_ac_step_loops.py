@@ -179,6 +179,43 @@ class StepLoopsTest(TestCase):
         peaks = self.run_steps(budget, step, len(plan))
         self.assertLessEqual(peaks[-1], 1.005 * budget.plan.allowed)
 
+    @parametrize("sizes", ((512, 512, 64, 64, 64, 64), (1024, 256, 64, 16)))
+    def test_calls_of_several_sizes_count_as_large_as_they_are(self, sizes):
+        # As those of crops of an image, and of the levels of a pyramid.
+        peaks = {}
+        for share in (0.0, 0.4, 1.0):
+            torch._dynamo.reset()
+            model = Net(2)
+
+            def step(at):
+                sum(model(batch(rows)).square().mean() for rows in sizes).backward()
+                model.zero_grad()
+
+            budget = StepBudget(share=share, strict=True)
+            with self.assertNoLogs(*LOG):
+                *_, peaks[share] = self.run_steps(budget, step)
+            self.check(budget, peaks[share])
+        self.assertLess(peaks[0.0], 0.87 * peaks[1.0])
+
+    @parametrize("accumulates", (False, True))
+    def test_calls_that_outgrow_their_place(self, accumulates):
+        model, budget = Net(2, dynamic=True), StepBudget(share=0.5, strict=True)
+        of_steps = 3 * [(512, 64)] + [(64, 512), (512, 512)]
+
+        def step(at):
+            losses = (model(batch(rows)).square().mean() for rows in of_steps[at])
+            if accumulates:
+                for loss in losses:
+                    loss.backward()
+            else:
+                sum(losses).backward()
+            model.zero_grad()
+
+        with self.assertNoLogs(*LOG):
+            for peak in self.run_steps(budget, step, first=3):
+                self.assertLessEqual(peak, 1.005 * budget.plan.allowed)
+        self.check(budget, peak)
+
     def test_eager_code_that_holds_more_from_step_to_step(self):
         model, queue = Net(out=WIDTH), []
 

@@ -60,7 +60,8 @@ class Held(NamedTuple):
     for the one that runs, "retained" for a backward whose graph is retained, and
     "output" for a result that is only live if it is saved.  ``of`` is the index of the
     output; for a backward, those of the inputs that it alone holds.  ``calls`` is how
-    many hold it at once.
+    many hold it at once, and ``size`` how large they are, as a share of the graph's
+    largest call in the step.
     """
 
     graph: int
@@ -68,6 +69,7 @@ class Held(NamedTuple):
     what: str
     of: Any = None
     calls: int = 1
+    size: float = 1.0
 
 
 # A step's moments: what calls hold at each one, with the most bytes that eager code has
@@ -196,10 +198,12 @@ class Curve:
         made = torch.tensor([0, *itertools.accumulate(calls)])
         costs = made[begin] * cost[first] + (made[-1] - made[begin]) * cost[second]
         # Only choices on the Pareto front of cost and one of these are worth trying:
-        # the graph's own maximum, that with eager code's bytes, and the bytes at the
-        # moment of the highest peak of any one plan.
+        # the graph's own maximum, also while others run, that with eager code's bytes,
+        # and the bytes at the moment of the highest peak of any one plan.
+        others_run = torch.tensor([not _runs(graph, moment) for moment in moments])
         measures = (
             vectors.amax(1),
+            (vectors * others_run).amax(1),
             (vectors + self._rest).amax(1),
             vectors[:, int((live[:, -1].amax(0) + self._rest).argmax())],
         )
@@ -218,13 +222,13 @@ class Curve:
         live = torch.zeros(shape, dtype=torch.float64)
 
         @functools.cache
-        def nbytes(what: str, of: Any) -> torch.Tensor:
-            return torch.tensor(plans.bytes_held(what, of), dtype=torch.float64)
+        def nbytes(what: str, of: Any, size: float) -> torch.Tensor:
+            return torch.tensor(plans.bytes_held(what, of, size), dtype=torch.float64)
 
         for at, moment in enumerate(moments):
             for held in moment:
                 if held.graph == graph:
-                    own = held.calls * nbytes(held.what, held.of)
+                    own = held.calls * nbytes(held.what, held.of, held.size)
                     live[held.slot + 1, at] += own
         return live.cumsum(0).permute(2, 0, 1)
 
@@ -326,3 +330,9 @@ def _plans_to_combine(plans: Sequence[Footprint], slots: int, lowest: int) -> li
     step = max((len(ranked) - 1) / (_COMBINED - 1), 1)
     spread = {round(k * step) for k in range(_COMBINED)}
     return sorted({0, *(i for at, i in enumerate(ranked) if at in spread)})
+
+
+def _runs(graph: int, moment: frozenset[Held]) -> bool:
+    """Whether a call of the graph runs at a moment."""
+    waits = "kept", "output"
+    return any(each.graph == graph and each.what not in waits for each in moment)

@@ -15,7 +15,7 @@ from .footprint import Footprint, hold_no_more
 
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
     import torch.fx as fx
     from ..graph.inputs_outputs import Missing
@@ -62,6 +62,8 @@ class Menu:
     why_whole: str = ""
     # The factor by which the bytes of calls may still grow.
     growth: float = 1.0
+    # The same plans for smaller calls in the same step, by their share of the largest.
+    smaller: Mapping[float, Menu] = field(default_factory=dict)
 
     @property
     def variants(self) -> dict[int, Variant]:
@@ -121,8 +123,9 @@ class Menu:
         kernel's copy of a parameter, for example.
         """
         compiled = self._compiled()
+        smaller = {size: each.corrected() for size, each in self.smaller.items()}
         if not compiled:
-            return self
+            return replace(self, smaller=smaller)
         errors = {each: each.at.errors(each.plan, each.tell) for each in compiled}
         corrected = []
         for at in self.sizes:
@@ -137,7 +140,8 @@ class Menu:
                 plan = plan._replace(kept=kept, forward=forward, backward=backward)
                 plans.append(plan)
             corrected.append(plans)
-        return replace(self, plans=_largest(corrected), is_corrected=True)
+        most = _largest(corrected)
+        return replace(self, plans=most, is_corrected=True, smaller=smaller)
 
     def restricted_to(self, wanted: Container[int]) -> Menu:
         """The same, with all but the ``wanted`` plans too large to choose."""
@@ -145,7 +149,9 @@ class Menu:
             plan if i in wanted else plan._replace(kept=_NEVER, forward=_NEVER)
             for i, plan in enumerate(self.plans)
         ]
-        return replace(self, plans=plans)
+        menus = self.smaller.items()
+        smaller = {size: each.restricted_to(wanted) for size, each in menus}
+        return replace(self, plans=plans, smaller=smaller)
 
     def underestimates(self, margin: float) -> bool:
         """Whether some compile told more than the estimate by more than this share."""
@@ -188,11 +194,11 @@ class Menu:
             chunks, of.rows, in_one - menu._peak_of_plan(menu.plans[index]), more_work
         )
 
-    def bytes_held(self, what: str, of: Any) -> list[int]:
+    def bytes_held(self, what: str, of: Any, size: float = 1.0) -> list[int]:
         """The bytes that a call of the graph holds by each plan; see :class:`.Held`."""
-        return [
-            math.ceil(nbytes * self.growth) for nbytes in self._bytes_held(what, of)
-        ]
+        menu = self.smaller.get(size, self)
+        held = menu._bytes_held(what, of)
+        return [math.ceil(nbytes * menu.growth) for nbytes in held]
 
     def _bytes_held(self, what: str, of: Any) -> list[int]:
         if what == "output":

@@ -286,8 +286,8 @@ def _describe_moments(
     """What is live at each moment under a plan of the curve."""
 
     @functools.cache
-    def live(graph: int, what: str, of: Any) -> list[int]:
-        return curve.graphs[graph].bytes_held(what, of)
+    def live(graph: int, what: str, of: Any, size: float) -> list[int]:
+        return curve.graphs[graph].bytes_held(what, of, size)
 
     @functools.cache
     def place(graph: int, index: int) -> str:
@@ -296,21 +296,21 @@ def _describe_moments(
 
     for held, nbytes in moments.items():
         what, saved, transient = "eager code", 0, 0
-        for graph, slot, kind, of, times in held:
+        for graph, slot, kind, of, times, size in held:
             index = plan.choices[graph][slot]
-            size = times * live(graph, kind, of)[index]
+            own = times * live(graph, kind, of, size)[index]
             if kind in ("kept", "output"):
-                saved += size
+                saved += own
                 continue
             name = graphs[graph].name
             if kind == "forward":
                 what, kept = f"forward of {name}", 0
             else:
                 what = f"backward of {name}{place(graph, index)}"
-                kept = live(graph, "kept", None)[index]
+                kept = live(graph, "kept", None, size)[index]
             saved += kept
-            transient += size - kept
-        total, fixed, gradients = nbytes
+            transient += own - kept
+        total, fixed, gradients, _ = nbytes
         beside = gradients, fixed - gradients, total - fixed
         yield Moment(what, saved, transient, *beside)
 

@@ -131,7 +131,7 @@ class StepBudget(StepWarnings):
 
     def _start_over(self, stored: Optional[StoredStep] = None) -> None:
         """Start over: from what another process stored, by default from nothing."""
-        self._learned, self._recording = LearnedPrograms(), Recording()
+        self.learned, self._recording = LearnedPrograms(), Recording()
         # The bytes live when a step starts, and how many of the allowed bytes are free
         # while no call waits for its backward.
         self._present = Present()
@@ -141,7 +141,7 @@ class StepBudget(StepWarnings):
         self._stored: dict[int, StoredGraph] = {}
         self.choices.clear()
         if stored is not None:
-            self._learned = LearnedPrograms(stored.programs)
+            self.learned = LearnedPrograms(stored.programs)
             # Eager code may have changed: record a step to compare with each program.
             self._recording.left = min(len(stored.programs), MOST_RECORDED)
             self._present, self.spare = stored.present, stored.spare
@@ -162,11 +162,11 @@ class StepBudget(StepWarnings):
             recorded, self._recorded = self._recorded, None
             if recorded is not None:
                 self._learn_program(*recorded)
-            self.has_news |= self._learned.begin_step()
+            self.has_news |= self.learned.begin_step()
             self.watch.begin(self.counter.live())
             self._learn_start()
             is_new, self.has_news = self.has_news, False
-            if is_new and is_trained(self._learned.states):
+            if is_new and is_trained(self.learned.states):
                 self.make_plan()
             elif recorded is not None and self._must_drop_before:
                 self._warn_if_over()
@@ -174,13 +174,13 @@ class StepBudget(StepWarnings):
         recorder = None
         if self._recording.left:
             recorder = Recorder(self.device, self.counter.given(), self._seen)
-        Step(self, self.choices, self._learned.states, recorder).enter(sys._getframe(1))
+        Step(self, self.choices, self.learned.states, recorder).enter(sys._getframe(1))
         return self
 
     def __exit__(self, kind: Any, *error: Any) -> None:
         step = close_step_of(self)
         # If the file turned out to be of another program, the next step is the first.
-        if step is None or (step.recorder is None and not self._learned.states):
+        if step is None or (step.recorder is None and not self.learned.states):
             return
         if kind is None:
             with self.raise_last():
@@ -206,16 +206,16 @@ class StepBudget(StepWarnings):
             peak = self.watch.peak_of(self.counter.peak())
             if self.plan is not None and peak is not None:
                 self.measured_peak = peak
-                is_all = step.is_largest and step.states == self._learned.states
+                is_all = step.is_largest and step.states == self.learned.states
                 self.has_news |= self.watch.compare(peak, self.plan, is_all, self)
             if self.watch.warn_if_not_compiled(self):
                 self._recording.record_again(MOST_RECORDED)
-            elif self._learned.have_other_calls_than(step.states):
+            elif self.learned.have_other_calls_than(step.states):
                 self._recording.record_again(1)
 
     def _warn_if_unplanned(self, step: Step) -> None:
         """Warn of a step that was not planned for, and record some of the next ones."""
-        new = step.states - self._learned.states - step.passed_over
+        new = step.states - self.learned.states - step.passed_over
         if new and step.recorder is None:
             self._recording.record_again(MOST_RECORDED)
         if new and not self._recording.expects_new:
@@ -237,11 +237,11 @@ class StepBudget(StepWarnings):
     def _keep_recording(self, step: Step, recorder: Recorder, is_first: bool) -> None:
         """Keep a recorded step for the next plan, and warn of what no plan covers."""
         if recorder.error is not None:
-            self._learned.states |= step.states
+            self.learned.states |= step.states
             raise recorder.error
         if recorder.saw_unplanned or recorder.saw_uncounted:
             self.warn_of_other_graphs(recorder.saw_uncounted)
-        is_idle = not is_trained(step.states | self._learned.states)
+        is_idle = not is_trained(step.states | self.learned.states)
         if is_idle and self._recording.recorded_without_backward() and not self.reasons:
             self.warn(
                 "no backward of a compiled graph was seen in this step; run the whole "
@@ -249,7 +249,7 @@ class StepBudget(StepWarnings):
                 "compiled earlier, call torch.compiler.reset() first"
             )
         self._recorded = recorder, step.states
-        new = step.states - self._learned.states
+        new = step.states - self.learned.states
         # Plans promise nothing of a program's first step.
         if self.plan is not None and not (new and is_first):
             # A process that begins with stored plans has yet to make what they find.
@@ -268,26 +268,28 @@ class StepBudget(StepWarnings):
         leaves_much |= bool(self._stored and recorder.with_new_gradients())
         seen = recorder.reduces, leaves_much
         is_first = trains and recording.recorded_training(*seen)
+        self.learned.learn_sizes(recorder)
         program = step_program_of(recorder, states, timeline)
         plan, is_planned = self.plan, False
         if plan is not None:
             most = plan.predicted_peak * (1 + NEGLIGIBLE)
             most -= self._bound.counted(self._present)
-            is_planned = self._learned.covers_program(program, self.choices, most)
+            is_planned = self.learned.covers_program(program, self.choices, most)
         if self._stored and not is_planned:
             if (is_first and leaves_much) or (recorder.reduces and recording.left):
                 # What only first steps make may be all that differs.
                 return
             self._start_over()
+            self.learned.learn_sizes(recorder)
             self._warn_of_file("a step had other calls, or eager code held more in it")
             recording = self._recording
             recording.left = 0
             is_first = trains and recording.recorded_training(*seen)
-        if trains and recording.left and not is_trained(self._learned.states):
+        if trains and recording.left and not is_trained(self.learned.states):
             recording.expects_new = True
             return
-        is_dropped = self._learned.expect_dropped_gradients(dropped_before(recorder))
-        self._learned.add_program(program)
+        is_dropped = self.learned.expect_dropped_gradients(dropped_before(recorder))
+        self.learned.add_program(program)
         if is_dropped or not is_planned:
             self.has_news = True
             if trains:
@@ -300,7 +302,7 @@ class StepBudget(StepWarnings):
 
     def note_gradients_left(self, kind: str, graph: int) -> None:
         """Warn, or record the next step, if the first event of a kind finds old ones."""
-        left = self._learned.with_gradients_left(kind, graph)
+        left = self.learned.with_gradients_left(kind, graph)
         must_go = kind == self._must_drop_before
         if must_go and any(kind in program.replaced for program in left):
             self._warn_if_over()
@@ -313,7 +315,7 @@ class StepBudget(StepWarnings):
 
     def warn_unplanned(self, state: State) -> None:
         """Warn that a step was not planned for, because of this new state."""
-        reason = self._learned.why_unplanned(state, self.strict)
+        reason = self.learned.why_unplanned(state, self.strict)
         # Each time that steps are recorded for it, which is ever less often.
         occasion = self._recording.occasions
         self.warn(reason, f"another {state.name}", occasion=occasion)
@@ -341,7 +343,7 @@ class StepBudget(StepWarnings):
         """
         self.measured_peak = None
         self.watch.forget_usual_start()
-        learned = self._learned
+        learned = self.learned
         graphs = self.graphs.alive(learned.calls)
         for number, graph in graphs.items():
             graph.expect_missing(learned.missing_in_backwards(number))

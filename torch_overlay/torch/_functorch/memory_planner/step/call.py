@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ..graph.inputs_outputs import Missing
     from ..peak.menu import Menu
-    from .calls import Step
+    from .calls import State, Step
     from .compiled_graph import CompiledGraph
     from .graphs import Graph
     from .partial_backward import Backward
@@ -43,6 +43,8 @@ class Call:
     # Whether that checkpoint runs it again, for another call's backward.
     is_rerun: bool = False
     plan: int = 0
+    # How its forward began.
+    state: Optional[State] = None
     # The indices of outputs that it saves, too.
     saved: frozenset[int] = frozenset()
     # Weak references to what its forward returned: storages, and the caller's tensors.

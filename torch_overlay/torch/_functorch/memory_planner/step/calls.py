@@ -133,7 +133,6 @@ class Step:
         """Start a call of a graph, in one of its sizes."""
         graph = compiled.graph
         scale = compiled.scales.get(sizes, graph.scale)
-        self.is_largest &= scale >= graph.scale / _ROUNDED
         hook = self._hook_of_checkpoint()
         # All that a checkpoint runs again run by one plan, and so have one slot.
         slot = 0 if hook else self.next_slot(graph)
@@ -148,11 +147,22 @@ class Step:
             is_checkpointed=bool(hook),
             is_rerun=is_rerun,
         )
-        self._note_call("F", call, call.keeps_saved)
+        call.state = self._note_call("F", call, call.keeps_saved)
+        self._check_size(call)
         if call.keeps_saved:
             self._waiting.add(call)
             self._key += hash((graph.number, slot))
         return call
+
+    def _check_size(self, call: Call) -> None:
+        """Plan anew if a call is larger than those in its place, as others may be."""
+        learned, graph = self.budget.learned, call.graph
+        planned = learned.planned_size(call.state) * graph.scale
+        self.is_largest &= call.scale >= planned / _ROUNDED
+        if call.scale > planned * _ROUNDED:
+            learned.varying.add(graph.number)
+            if graph in self.choices:
+                self.budget.make_plan()
 
     def plan_of_repeated_call(self, call: Call, plan: int) -> int:
         """The plan of a call: the one it had before, if a checkpoint runs it again.
@@ -244,14 +254,16 @@ class Step:
         plans = self.choices.get(graph, ()) if self._is_known else ()
         return plans[slot] if slot < len(plans) else graph.lean
 
-    def _note_call(self, kind: str, call: Call, flag: bool) -> None:
+    def _note_call(self, kind: str, call: Call, flag: bool) -> State:
         if self.passed_over:
             self._recount_passed_over()
         number, name = call.graph.number, call.graph.name
         if all(state.kind != kind for state in self.states):
             self.budget.note_gradients_left(kind, number)
         waits = flag, self._is_first_round, self._key, call.missing
-        self.note_state(State(kind, number, call.slot, name, *waits))
+        state = State(kind, number, call.slot, name, *waits)
+        self.note_state(state)
+        return state
 
     def _recount_passed_over(self) -> None:
         """Note calls that were passed over if there is no room for what they left."""

@@ -126,7 +126,7 @@ class CompiledGraph:
 
         They do if a batch has more rows than all before, or fewer but longer ones.
         """
-        self._adopt_plans_of_graph()
+        self.adopt_plans_of_graph()
         if sizes in self.scales:
             return False
         joint = self._joint_at(sizes)
@@ -187,7 +187,7 @@ class CompiledGraph:
 
     # -------------------------------------------------------------- its compiles
 
-    def _adopt_plans_of_graph(self) -> None:
+    def adopt_plans_of_graph(self) -> None:
         """Adopt the graph's plans if they are for calls that miss something else."""
         if self.plans.missing != self.graph.plans.missing:
             self.plans = self.graph.plans.at_sizes_of(self.traced.joint)
@@ -220,7 +220,7 @@ class CompiledGraph:
         Kernels are left for later, as a plan may be replaced before it runs.
         """
         plans = [*plans]
-        self._adopt_plans_of_graph()
+        self.adopt_plans_of_graph()
         for plan in sorted({*plans}):
             if plan not in self._codes:
                 # It stays if the plan does not compile.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from dataclasses import replace
 from typing import Any, Callable, Optional, TYPE_CHECKING
 
 from ..graph.symbols import has_symbolic_sizes
@@ -47,6 +48,10 @@ class Graph:
         self.largest, self.plans = largest, plans
         self.guarded: set[int] = set()
         self.scale = 1.0
+        # Smaller calls in the same step as the largest, by their share of that: the
+        # compiled graph, its sizes, and their scale.
+        self.smaller: dict[float, tuple[Any, tuple[int, ...], float]] = {}
+        self._menus: dict[float, tuple[Menu, Menu]] = {}
         self.current: Callable[[], Optional[CompiledGraph]] = lambda: None
 
     @functools.cached_property
@@ -59,7 +64,7 @@ class Graph:
         """Whether its calls have other sizes than the first, or may have."""
         first, *others = self.plans.sizes
         is_largest = all(hold_no_more(each.plans, first.plans) for each in others)
-        are_several = self.scale != 1.0 or not is_largest
+        are_several = self.scale != 1.0 or bool(self.smaller) or not is_largest
         return are_several or has_symbolic_sizes(self.largest.joint)
 
     def cover(self, scale: float, joint: BudgetedGraph, plans: Menu) -> bool:
@@ -78,6 +83,26 @@ class Graph:
         if is_more or is_new:
             self.plans = self.plans.with_sizes_of(plans)
         return is_more
+
+    def menu(self, growth: float = 1.0) -> Menu:
+        """The plans, for the largest calls and for smaller ones in the same step.
+
+        ``growth`` is the factor by which all may still grow.
+        """
+        smaller = {}
+        for size, (reference, sizes, scale) in self.smaller.items():
+            compiled = reference()
+            # What is not there any more counts as the largest.
+            if compiled is None:
+                continue
+            compiled.adopt_plans_of_graph()
+            plans, menu = self._menus.get(size, (None, self.plans))
+            if plans is not compiled.plans:
+                menu = compiled.plans_at(sizes)
+                self._menus[size] = compiled.plans, menu
+            grown = max(size * self.scale / scale, 1.0)
+            smaller[size] = replace(menu, growth=growth * grown)
+        return replace(self.plans, growth=growth, smaller=smaller)
 
     def expect_missing(self, missing: Optional[Missing]) -> None:
         """Make plans for calls that miss this, unless they are for those already."""

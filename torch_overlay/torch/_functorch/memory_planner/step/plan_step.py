@@ -108,10 +108,7 @@ def plan_step(
     )
 
     def menus() -> dict[int, Menu]:
-        return {
-            n: replace(graph.plans, growth=growth.get(n, 1.0))
-            for n, graph in graphs.items()
-        }
+        return {n: graph.menu(growth.get(n, 1.0)) for n, graph in graphs.items()}
 
     margin = max(margins, default=0.0)
     search = Search(menus, learned.calls, rest, margin, _TRIES)
@@ -141,7 +138,7 @@ def _fits_if_dropped_before(
     graphs: Mapping[int, Graph], learned: LearnedPrograms, plan: Choice, allowed: int
 ) -> str:
     """The last kind of event before which old gradients may go for a plan to fit."""
-    menus = {number: graph.plans for number, graph in graphs.items()}
+    menus = {number: graph.menu() for number, graph in graphs.items()}
     for before in ("B", "F"):
         moments = learned.expected_moments(graphs, before)
         if peak_under_plans(moments, menus, plan.choices) <= allowed:

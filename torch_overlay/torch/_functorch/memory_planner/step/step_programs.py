@@ -5,13 +5,21 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Optional, TYPE_CHECKING
 
 from .calls import slots_of
 from .recording_schedule import MOST_RECORDED
 from .tensors import storages_in
-from .timeline import Bytes, keep_largest, peak_under_plans, StepTimeline
+from .timeline import (
+    Bytes,
+    keep_largest,
+    largest_scales,
+    peak_under_plans,
+    relative_size,
+    StepTimeline,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -60,25 +68,28 @@ class StepProgram:
     def add(self, other: StepProgram) -> None:
         """Merge a step."""
         self.states |= other.states
-        keep_largest(self.moments, other.moments)
+        keep_most_bytes(self.moments, other.moments)
         keep_largest(self.scales, other.scales)
         self.calls = _most_calls([self.calls, other.calls])
 
     def scaled(
-        self, scales: Mapping[int, float], dropped_before: str = ""
+        self, scales: Mapping[int, float], varying: set[int], dropped_before: str = ""
     ) -> dict[frozenset[Held], Bytes]:
         """The moments as they would be with calls of these scales.
 
-        If the next step may yet drop the gradients that this one leaves, it does so
+        Calls of ``varying`` graphs are all as large as the largest.  If the next step may yet drop the gradients that this one leaves, it does so
         ``dropped_before`` its first event of this kind.
         """
         moments = self.replaced.get(dropped_before, self.moments)
         factors = (scales[n] / own for n, own in self.scales.items() if n in scales)
-        factor = max(factors, default=1.0)
-        return {
-            held: Bytes(fixed + math.ceil((total - fixed) * factor), fixed, gradients)
-            for held, (total, fixed, gradients) in moments.items()
-        }
+        factor, vary = max(factors, default=1.0), not varying.isdisjoint(self.scales)
+        found: dict[frozenset[Held], Bytes] = {}
+        for held, nbytes in moments.items():
+            total = nbytes.enlarged if vary else nbytes.total
+            total = nbytes.fixed + math.ceil((total - nbytes.fixed) * factor)
+            new = {_enlarged(held, varying): nbytes._replace(total=total)}
+            keep_most_bytes(found, new)
+        return found
 
 
 class LearnedPrograms:
@@ -87,6 +98,10 @@ class LearnedPrograms:
     def __init__(self, figures: Iterable[tuple[Any, ...]] = ()) -> None:
         self.programs = [StepProgram(*each) for each in figures]
         self.states: set[State] = set().union(*(p.states for p in self.programs))
+        # By the event with which a call begins, its size as a share of the graph's
+        # largest in the step; and the graphs for which that was not always the same.
+        self.sizes: dict[State, float] = {}
+        self.varying: set[int] = set()
 
     @property
     def calls(self) -> dict[int, list[int]]:
@@ -104,9 +119,25 @@ class LearnedPrograms:
         if known is None or not new.states <= known.states:
             return False
         scales = {graph.number: graph.scale for graph in choices}
-        menus = {graph.number: graph.plans for graph in choices}
+        menus = {graph.number: graph.menu() for graph in choices}
         chosen = {graph.number: plans for graph, plans in choices.items()}
-        return peak_under_plans(new.scaled(scales), menus, chosen) <= most
+        moments = new.scaled(scales, self.varying)
+        return peak_under_plans(moments, menus, chosen) <= most
+
+    def learn_sizes(self, recorder: Recorder) -> None:
+        """Learn how large the calls of a recorded step are beside each other."""
+        scales = largest_scales(recorder)
+        for call in (event.call for event in recorder.log if event.kind == "F"):
+            size = relative_size(call, scales)
+            if self.sizes.setdefault(call.state, size) != size:
+                self.varying.add(call.graph.number)
+            if size < 1:
+                own = call.compiled, call.sizes, call.scale
+                call.graph.smaller.setdefault(size, own)
+
+    def planned_size(self, state: State) -> float:
+        """How large the call that begins may be, as a share of the largest."""
+        return 1.0 if state.graph in self.varying else self.sizes.get(state, 1.0)
 
     def storable_figures(self) -> list[tuple[Any, ...]]:
         """What a file can store of each program: its first arguments."""
@@ -158,7 +189,7 @@ class LearnedPrograms:
             storages = storages_in(gradients if may_drop else ())
             program.given = [*map(weakref.ref, storages)]
             if program.replaced and gradients and gradients[0] is None:
-                keep_largest(program.moments, program.replaced["anew"])
+                keep_most_bytes(program.moments, program.replaced["anew"])
                 program.replaced, found = {}, True
         return found
 
@@ -227,7 +258,8 @@ class LearnedPrograms:
         found: dict[frozenset[Held], Bytes] = {}
         scales = {n: graph.scale for n, graph in graphs.items()}
         for program in self.programs:
-            keep_largest(found, program.scaled(scales, dropped_before))
+            scaled = program.scaled(scales, self.varying, dropped_before)
+            keep_most_bytes(found, scaled)
         return {
             held: nbytes
             for held, nbytes in found.items()
@@ -267,6 +299,22 @@ def dropped_before(recorder: Recorder) -> str:
     )
     begun = {event.kind for event in log[: max(gone)]}
     return "" if "B" in begun else "B" if "F" in begun else "F"
+
+
+def keep_most_bytes(
+    of: dict[frozenset[Held], Bytes], new: Mapping[frozenset[Held], Bytes]
+) -> None:
+    for held, nbytes in new.items():
+        of[held] = nbytes.or_more(of.get(held, nbytes))
+
+
+def _enlarged(held: frozenset[Held], graphs: set[int]) -> frozenset[Held]:
+    """What calls hold if those of some graphs are all as large as the largest."""
+    found: Counter[Held] = Counter()
+    for each in held:
+        size = 1.0 if each.graph in graphs else each.size
+        found[each._replace(calls=1, size=size)] += each.calls
+    return frozenset(each._replace(calls=calls) for each, calls in found.items())
 
 
 def _most_calls(found: Iterable[Mapping[int, list[int]]]) -> dict[int, list[int]]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
+from torch.nn import Parameter
+
 from ..peak.curve import Held
+from .tensors import storages_in
 
 
 if TYPE_CHECKING:
@@ -17,11 +21,19 @@ if TYPE_CHECKING:
 
 
 class Bytes(NamedTuple):
-    """The bytes of eager code: all, what no input's size changes, and gradients."""
+    """The bytes of eager code: all, what no input's size changes, and gradients.
+
+    ``enlarged`` is all of it if each call were as large as the largest of its graph.
+    """
 
     total: int
     fixed: int
     gradients: int
+    enlarged: int
+
+    def or_more(self, other: Bytes) -> Bytes:
+        """The larger of two."""
+        return max(self, other)._replace(enlarged=max(self.enlarged, other.enlarged))
 
 
 class Event(NamedTuple):
@@ -59,12 +71,12 @@ def peak_under_plans(
     plans = {number: menu.corrected() for number, menu in menus.items()}
 
     @functools.cache
-    def live(graph: int, what: str, of: Any) -> list[int]:
-        return plans[graph].bytes_held(what, of)
+    def live(graph: int, what: str, of: Any, size: float) -> list[int]:
+        return plans[graph].bytes_held(what, of, size)
 
     def held_by(each: Held) -> int:
         index = choices[each.graph][each.slot]
-        return each.calls * live(each.graph, each.what, each.of)[index]
+        return each.calls * live(each.graph, each.what, each.of, each.size)[index]
 
     return max(
         nbytes.total + sum(map(held_by, held)) for held, nbytes in moments.items()
@@ -116,6 +128,20 @@ def keep_largest(of: dict[Any, Any], new: Mapping[Any, Any]) -> None:
         of[key] = max(value, of.get(key, value))
 
 
+def largest_scales(recorder: Recorder) -> dict[int, float]:
+    """By graph number, the scale of the largest call in a recorded step."""
+    found: dict[int, float] = {}
+    for event in recorder.log:
+        if event.kind == "F":
+            keep_largest(found, {event.call.graph.number: event.call.scale})
+    return found
+
+
+def relative_size(call: Any, scales: Mapping[int, float]) -> float:
+    """How large a call is, as a share of its graph's largest in the step."""
+    return round(call.scale / scales[call.graph.number], 9)
+
+
 class StepTimeline:
     """Live bytes and waiting calls of a recorded step, as expected of the next one.
 
@@ -146,7 +172,7 @@ class StepTimeline:
         self._counts_lasting, self._places = counts_lasting, places
         self.moments: dict[frozenset[Held], Bytes] = {}
         self.calls: dict[int, list[int]] = {}
-        self.scales: dict[int, float] = {}
+        self.scales = largest_scales(recorder)
         self.live = self.fixed = self.of_gradients = self.made = 0
         self._log = recorder.log
         self._nbytes = recorder.nbytes
@@ -163,9 +189,9 @@ class StepTimeline:
         # inputs, unless a compiled graph returned what stays.
         resized = {event.storage for event in self._log if event.kind == "="}
         self._all_gradients = recorder.seen_gradients | recorder.gradients()
-        calls = {event.call for event in self._log if event.kind == "F"}
-        returned = {s for call in calls for s in call.outputs}
-        stays = self._remaining - returned
+        calls = [event.call for event in self._log if event.kind == "F"]
+        of_calls = {s for call in calls for s in (*call.inputs, *call.outputs)}
+        stays = self._remaining - of_calls
         self._replaced = replaced_storages(
             recorder,
             recorder.at_start - recorder.given_gradients - self._all_gradients,
@@ -179,9 +205,24 @@ class StepTimeline:
             for call in backwards
             for at in (call.missing.outputs if call.missing else ())
         }
+        # How large the call is that reads or returns a storage, the largest of several,
+        # and how large the last call was.  If all were as large as the largest, these
+        # many more bytes would be live, of some storages and in all.
+        self._sizes: dict[Optional[int], float] = {}
+        for event in self._log:
+            if event.kind in "FB":
+                size = relative_size(event.call, self.scales)
+                own = *event.call.inputs, *event.call.outputs, *event.inputs
+                keep_largest(self._sizes, dict.fromkeys(own, size))
+        # Gradients of parameters are as large, whatever calls they are of.
+        leaves = (x for x in recorder.leaves.values() if isinstance(x, Parameter))
+        self._of_parameters = {s.nbytes() for s in storages_in(leaves)}
+        self._size = 1.0
+        self._enlarged_by: dict[int, int] = {}
+        self._enlarged = 0
         # The bytes of new gradients until they are added to existing ones, and the most
         # bytes since the last event of a call.
-        self._passing, self._most = 0, Bytes(0, 0, 0)
+        self._passing, self._most = 0, Bytes(0, 0, 0, 0)
         # By storage, its bytes beyond those that it had before the step.
         self._beyond: dict[int, int] = {}
         self._waiting: dict[Any, None] = {}
@@ -209,7 +250,13 @@ class StepTimeline:
             or event.storage in self._all_gradients
         ):
             self._set_bytes(event.storage, event.nbytes)
-        self._most = max(self._most, self._live())
+            size = self._sizes.get(event.storage, self._size)
+            is_fixed = event.storage in self._of_no_input
+            if size < 1 and not is_fixed and event.nbytes not in self._of_parameters:
+                more = math.ceil(event.nbytes / size) - event.nbytes
+                self._enlarged_by[event.storage] = more
+                self._enlarged += more
+        self._most = self._most.or_more(self._live())
 
     def _change_storage(self, event: Event) -> None:
         """A storage is resized, freed, or held by no caller any more."""
@@ -228,7 +275,8 @@ class StepTimeline:
         self._set_bytes(event.storage, before + event.nbytes if is_resized else 0)
         if not is_resized:
             self._beyond.pop(event.storage, None)
-        self._most = max(self._most, self._live())
+            self._enlarged -= self._enlarged_by.pop(event.storage, 0)
+        self._most = self._most.or_more(self._live())
 
     def _set_bytes(self, storage: int, nbytes: int) -> None:
         more = max(nbytes, 0) - max(self._beyond.get(storage, 0), 0)
@@ -246,15 +294,14 @@ class StepTimeline:
         self.of_gradients -= nbytes
 
     def _live(self) -> Bytes:
-        beside = self.live, self.fixed, self.of_gradients
-        return Bytes(*(nbytes + self._passing for nbytes in beside))
+        all_bytes = self.live, self.fixed, self.of_gradients, self.live + self._enlarged
+        return Bytes(*(nbytes + self._passing for nbytes in all_bytes))
 
     def _count_call(self, call: Any) -> None:
         graph = call.graph.number
         calls = self.calls.setdefault(graph, [])
         calls += [0] * (call.slot + 1 - len(calls))
         calls[call.slot] += 1
-        keep_largest(self.scales, {graph: call.scale})
 
     def _begin_graph(self, at: int, event: Event) -> None:
         """A compiled forward or backward begins."""
@@ -265,16 +312,16 @@ class StepTimeline:
         held = self._held_by_waiting(self._waiting)
         self._note_moment(self._most, held)
         call = event.call
-        own = self._graph_and_slot(call)
+        self._size = relative_size(call, self.scales)
         if event.kind == "F":
             self._count_call(call)
-            held |= {Held(*own, "forward")}
+            held |= {self._held(call, "forward")}
         else:
             # What was kept is part of the backward's peak.
             waiting = {c: None for c in self._waiting if c is not call}
             held = self._held_by_waiting(waiting, call)
             what = "retained" if event.flag else "backward"
-            held |= {Held(*own, what, self._held_alone(at, event))}
+            held |= {self._held(call, what, self._held_alone(at, event))}
         self._passing = 0
         self._most = self._live()
         self._note_moment(self._most, held)
@@ -292,21 +339,23 @@ class StepTimeline:
 
     def _note_moment(self, nbytes: Bytes, held: frozenset[Held]) -> None:
         """Note the most bytes that eager code has while calls hold this."""
-        self.moments[held] = max(nbytes, self.moments.get(held, nbytes))
+        self.moments[held] = nbytes.or_more(self.moments.get(held, nbytes))
 
-    def _graph_and_slot(self, call: Any) -> tuple[int, int]:
+    def _held(self, call: Any, what: str, of: Any = None) -> Held:
+        """What a call holds."""
         if self._places is not None:
-            return self._places[call]
-        return call.graph.number, call.slot
+            return Held(*self._places[call], what, of)
+        size = relative_size(call, self.scales)
+        return Held(call.graph.number, call.slot, what, of, size=size)
 
     def _held_by_waiting(
         self, waiting: Mapping[Any, None], running: Any = None
     ) -> frozenset[Held]:
         """What waiting calls keep, and outputs that nobody holds, of ``running`` too."""
-        found = Counter(Held(*self._graph_and_slot(each), "kept") for each in waiting)
+        found = Counter(self._held(each, "kept") for each in waiting)
         for call in {**waiting, running: None} if running is not None else waiting:
             found.update(
-                Held(*self._graph_and_slot(call), "output", index)
+                self._held(call, "output", index)
                 for index, s in enumerate(call.outputs)
                 if s is not None and s not in self._beyond
             )
