@@ -182,15 +182,14 @@ class StepLoopsTest(TestCase):
     @parametrize("sizes", ((512, 512, 64, 64, 64, 64), (1024, 256, 64, 16)))
     def test_calls_of_several_sizes_count_as_large_as_they_are(self, sizes):
         # As those of crops of an image, and of the levels of a pyramid.
-        peaks = {}
+        model, peaks = Net(2), {}
+
+        def step(at):
+            sum(model(batch(rows)).square().mean() for rows in sizes).backward()
+            model.zero_grad()
+
         for share in (0.0, 0.4, 1.0):
             torch._dynamo.reset()
-            model = Net(2)
-
-            def step(at):
-                sum(model(batch(rows)).square().mean() for rows in sizes).backward()
-                model.zero_grad()
-
             budget = StepBudget(share=share, strict=True)
             with self.assertNoLogs(*LOG):
                 *_, peaks[share] = self.run_steps(budget, step)

@@ -148,16 +148,16 @@ class Step:
             is_rerun=is_rerun,
         )
         call.state = self._note_call("F", call, call.keeps_saved)
-        self._check_size(call)
+        self._check_size(call, call.state)
         if call.keeps_saved:
             self._waiting.add(call)
             self._key += hash((graph.number, slot))
         return call
 
-    def _check_size(self, call: Call) -> None:
+    def _check_size(self, call: Call, state: State) -> None:
         """Plan anew if a call is larger than those in its place, as others may be."""
         learned, graph = self.budget.learned, call.graph
-        planned = learned.planned_size(call.state) * graph.scale
+        planned = learned.planned_size(state) * graph.scale
         self.is_largest &= call.scale >= planned / _ROUNDED
         if call.scale > planned * _ROUNDED:
             learned.varying.add(graph.number)

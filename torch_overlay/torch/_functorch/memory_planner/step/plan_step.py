@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple, Optional, TYPE_CHECKING
 
 from ..compile.search import Search

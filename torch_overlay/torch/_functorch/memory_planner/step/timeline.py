@@ -139,7 +139,8 @@ def largest_scales(recorder: Recorder) -> dict[int, float]:
 
 def relative_size(call: Any, scales: Mapping[int, float]) -> float:
     """How large a call is, as a share of its graph's largest in the step."""
-    return round(call.scale / scales[call.graph.number], 9)
+    share: float = call.scale / scales[call.graph.number]
+    return round(share, 9)
 
 
 class StepTimeline:
