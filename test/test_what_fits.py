@@ -391,6 +391,7 @@ MODELS = [
     ([*BERT, "--length", "513"], "has positions for 512 tokens, not 513"),
     (["--batch", "2", "--blocks", r"layer\d"], "no submodule's name is matched"),
     (["--batch", "2", "--gpu", "h100"], "TORCH_VERSION=2.15.0"),
+    (["--gpu", "h100", "--headroom", "100GiB"], "not less than the memory of --gpu"),
 ]
 
 
@@ -450,7 +451,7 @@ def test_wrong_options_are_told_before_torch_is_imported(words, said, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "word, said", [("--help", "--headroom"), ("--version", "2.15")]
+    "word, said", [("--help", "--headroom"), ("--version", "2.11.0 to 2.15.0")]
 )
 def test_what_is_answered_without_an_environment(word, said, tmp_path):
     # No such torch can be set up.

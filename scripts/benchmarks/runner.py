@@ -24,7 +24,7 @@ from benchmarks.plans import DEVICES
 
 # What --kind chooses by, and what tells rows apart.
 KINDS = ("kind", "loop")
-KEY = (*KINDS, "part", "net", "device", "way", "share")
+KEY = (*KINDS, "set", "part", "net", "device", "way", "share")
 
 
 def key(row: Row) -> tuple[Any, ...]:

@@ -161,7 +161,8 @@ def options() -> argparse.ArgumentParser:
     python = """your own, for its torch and packages; a copy of its torch is patched,
         or used as it is where the set is installed; default: an environment of this folder"""
     add("--python", metavar="PYTHON", help=python)
-    releases = f"for PyTorch {RELEASES[0]} to {RELEASES[-1]}"
+    # The first of them has the solvers alone.
+    releases = f"for PyTorch {RELEASES[1]} to {RELEASES[-1]}"
     add("--version", action="version", version=f"what_fits.sh, {releases}")
     return parser
 

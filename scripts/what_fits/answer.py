@@ -41,14 +41,16 @@ def tasks(asked: dict[str, Any]) -> Iterator[fresh.Task]:
 
 def check_model(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
     """Ends the program for a model that cannot be measured, before anything is."""
+    if asked.memory is None and asked.gpu:
+        asked.memory = GPUS[asked.gpu].total_memory
+        if asked.headroom >= asked.memory:
+            parser.error(f"--headroom is not less than the memory of --gpu {asked.gpu}")
     if asked.gpu and torch.version.cuda is None:
         parser.error(
             f"torch {torch.__version__} was built without CUDA, which schedules for a "
             "GPU need; name a Python whose torch has it by --python, try "
             "TORCH_VERSION=2.15.0 scripts/what_fits.sh, or leave --gpu out"
         )
-    if asked.memory is None and asked.gpu:
-        asked.memory = GPUS[asked.gpu].total_memory
     try:
         net = page.net_of(next(tasks(vars(asked))))
         mode, module, inputs = net.fake()

@@ -160,7 +160,7 @@ class Step:
         planned = learned.planned_size(state) * graph.scale
         self.is_largest &= call.scale >= planned / _ROUNDED
         if call.scale > planned * _ROUNDED:
-            learned.varying.add(graph.number)
+            learned.let_vary(graph)
             if graph in self.choices:
                 self.budget.make_plan()
 

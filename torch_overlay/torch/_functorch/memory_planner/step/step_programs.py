@@ -128,12 +128,16 @@ class LearnedPrograms:
         """Learn how large the calls of a recorded step are beside each other."""
         scales = largest_scales(recorder)
         for call in (event.call for event in recorder.log if event.kind == "F"):
-            size = relative_size(call, scales)
+            size, graph = relative_size(call, scales), call.graph
             if self.sizes.setdefault(call.state, size) != size:
-                self.varying.add(call.graph.number)
-            if size < 1:
-                own = call.compiled, call.sizes, call.scale
-                call.graph.smaller.setdefault(size, own)
+                self.let_vary(graph)
+            if size < 1 and graph.number not in self.varying:
+                graph.smaller.setdefault(size, (call.compiled, call.sizes, call.scale))
+
+    def let_vary(self, graph: Graph) -> None:
+        """From now on, each of the graph's calls may be as large as the largest."""
+        self.varying.add(graph.number)
+        graph.smaller.clear()
 
     def planned_size(self, state: State) -> float:
         """How large the call that begins may be, as a share of the largest."""
