@@ -196,6 +196,18 @@ class StepLoopsTest(TestCase):
             self.check(budget, peaks[share])
         self.assertLess(peaks[0.0], 0.87 * peaks[1.0])
 
+    @unittest.skipIf(not HAS_CPU, "needs inductor's CPU backend")
+    def test_the_largest_of_several_sizes_tells_most(self):
+        model, budget = Net(2, backend="inductor", dynamic=False), StepBudget(share=1)
+
+        def step(at):
+            sum(model(batch(rows)).square().mean() for rows in (4096, 64)).backward()
+            model.zero_grad()
+
+        with self.assertNoLogs(*LOG):
+            peaks = self.run_steps(budget, step, 2)
+        self.check(budget, peaks[-1])
+
     @parametrize("accumulates", (False, True))
     def test_calls_that_outgrow_their_place(self, accumulates):
         model, budget = Net(2, dynamic=True), StepBudget(share=0.5, strict=True)

@@ -350,7 +350,7 @@ class StepBudget(StepWarnings):
         growth = learned.growth(graphs) if is_growing else {}
 
         def compile_plans(plans: Iterable[Choice], is_last_resort: bool) -> None:
-            """Compile each graph, in the size that ran last, by each plan."""
+            """Compile each graph, in the last step's largest size, by each plan."""
             for plan in plans:
                 for number, graph in graphs.items():
                     compiled = graph.current()

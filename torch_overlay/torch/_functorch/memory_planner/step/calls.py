@@ -90,6 +90,8 @@ class Step:
         self._known, self._is_known = known, True
         # Whether all calls are as large as those that plans are for.
         self.is_largest = True
+        # The scale of the largest call of each graph so far.
+        self._largest: dict[Graph, float] = {}
         # The call whose forward is running.
         self.call: Optional[Call] = None
         # Calls without a backward, and the storages that they returned; which of the
@@ -128,6 +130,11 @@ class Step:
         self.call = None
         self.caller.forget()
         self._context.close()
+
+    def is_largest_so_far(self, graph: Graph, scale: float) -> bool:
+        """Whether the step has had no call of the graph that is larger."""
+        most = self._largest[graph] = max(scale, self._largest.get(graph, scale))
+        return scale == most
 
     def begin(self, compiled: CompiledGraph, sizes: tuple[int, ...]) -> Call:
         """Start a call of a graph, in one of its sizes."""

@@ -175,10 +175,12 @@ class CompiledGraph:
         graph, sizes = self.graph, values_of_symbols(args, self._symbols)
         # It may have been compiled in a step of another budget.
         step.budget.graphs[graph.number] = graph
-        graph.current = weakref.ref(self)
         failure = f"{graph.name} has no plans for larger calls"
         with step.budget.warn_on_failure(failure):
-            if self.cover_sizes(sizes) and graph in step.choices:
+            is_more = self.cover_sizes(sizes)
+            if step.is_largest_so_far(graph, self.scales[sizes]):
+                graph.current = weakref.ref(self)
+            if is_more and graph in step.choices:
                 step.budget.make_plan(is_growing=True)
         call = step.begin(self, sizes)
         plan = self.compiled_as_good(step.plan_of(graph, call.slot))

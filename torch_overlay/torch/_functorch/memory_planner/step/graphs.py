@@ -25,11 +25,12 @@ class Graph:
     """A graph that a step calls, and its plans, for the largest calls seen so far.
 
     It may be compiled several times, for other sizes: ``current`` returns the compiled
-    graph that ran last.  ``number`` is AOTAutograd's for the first of these, ``key``
-    identifies that one in other processes, and ``structural_key`` is what all have in
-    common.  ``scale`` is how many times as large as the first call the largest one is,
-    and ``lean`` the index of the plan of calls until one is chosen.  Plans in
-    ``guarded`` hold less if they are compiled without fusions that raise the peak.
+    graph of the largest call in the last step.  ``number`` is AOTAutograd's for the
+    first of these, ``key`` identifies that one in other processes, and
+    ``structural_key`` is what all have in common.  ``scale`` is how many times as large
+    as the first call the largest one is, and ``lean`` the index of the plan of calls
+    until one is chosen.  Plans in ``guarded`` hold less if they are compiled without
+    fusions that raise the peak.
     """
 
     lean: int
