@@ -227,7 +227,8 @@ class StepLoopsTest(TestCase):
                 self.assertLessEqual(peak, 1.005 * budget.plan.allowed)
         self.check(budget, peak)
 
-    def test_eager_code_that_holds_more_from_step_to_step(self):
+    @parametrize("length", (6, 9))
+    def test_eager_code_that_holds_more_from_step_to_step(self, length):
         model, queue = Net(out=WIDTH), []
 
         def step(at):
@@ -236,15 +237,35 @@ class StepLoopsTest(TestCase):
             F.cross_entropy(z @ keys.T, torch.arange(len(z))).backward()
             model.zero_grad()
             queue.append(z.detach().clone())
-            del queue[6:]
+            del queue[length:]
 
         budget = StepBudget(share=0.5)
         # Not what the profiler and the logs take.
         budget.counter = counting(lambda: sum(each.nbytes for each in queue))
         with self.assertLogs(*LOG) as logs:
-            peaks = self.run_steps(budget, step, 12)
+            peaks = self.run_steps(budget, step, 20)
         self.assertIn("a step held", logs.output[0])
         self.assertLessEqual(peaks[-1], 1.005 * budget.plan.allowed)
+
+    def test_nets_that_grow(self):
+        models = [Net(2), *(Net(1) for _ in range(2))]
+
+        def step(at):
+            # They have one graph, and more of its calls at once each time.
+            losses = [
+                model(batch(512)).square().mean() for model in models[: grown(at)]
+            ]
+            sum(losses).backward()
+            for model in models:
+                model.zero_grad()
+
+        def grown(at):
+            return 1 + (at >= 3) + (at >= 5)
+
+        budget = StepBudget(share=0.1)
+        with self.assertLogs(*LOG):
+            peaks = self.run_steps(budget, step, 8)
+        self.check(budget, peaks[-1])
 
     def test_eager_code_that_holds_more_out_of_sight(self):
         models, cache = [Net(1), Net(2)], []

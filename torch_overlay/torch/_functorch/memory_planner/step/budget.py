@@ -217,7 +217,8 @@ class StepBudget(StepWarnings):
         """Warn of a step that was not planned for, and record some of the next ones."""
         new = step.states - self.learned.states - step.passed_over
         if new and step.recorder is None:
-            self._recording.record_again(MOST_RECORDED)
+            has_more = self.learned.have_fewer_calls_than(new)
+            self._recording.record_again(MOST_RECORDED, at_once=has_more)
         if new and not self._recording.expects_new:
             self.warn_unplanned(min(new, key=lambda state: state[:3]))
 
@@ -289,11 +290,12 @@ class StepBudget(StepWarnings):
             recording.expects_new = True
             return
         is_dropped = self.learned.expect_dropped_gradients(dropped_before(recorder))
+        is_more = plan is not None and not is_planned and states <= self.learned.states
         self.learned.add_program(program)
         if is_dropped or not is_planned:
             self.has_news = True
             if trains:
-                recording.learned_program(is_first)
+                recording.learned_program(is_first, is_more)
         found = recorder.bytes_at_next_start()
         self._present = Present(*map(max, self._present, found))
         if plan is not None and self.device_bytes is not None:

@@ -21,6 +21,8 @@ class Recording:
         self.expects_new = True
         # Steps until recording may start again, and the pause that is part of them.
         self._wait = self._pause = 0
+        # Whether a step is recorded after the pause.
+        self._is_due = False
         # How often recording has started again.
         self.occasions = 0
         self._steps, self._next_check = 0, _FIRST_CHECK
@@ -29,9 +31,14 @@ class Recording:
         # Whether no training step was recorded yet; steps that did not train.
         self._is_first, self._idle = True, 0
 
-    def record_again(self, count: int) -> None:
-        """Record the next ``count`` steps, unless some were recorded too recently."""
-        if not self._wait:
+    def record_again(self, count: int, at_once: bool = False) -> None:
+        """Record the next ``count`` steps.
+
+        If some were recorded too recently, one is after a pause, unless it is
+        ``at_once``.
+        """
+        self._is_due = self._wait > 0 and not at_once
+        if not self._is_due:
             self.left = count
             self.occasions += 1
             # Pauses of 1, 3, 7, ... do not stay aligned with a loop's period.
@@ -45,6 +52,8 @@ class Recording:
         code holds more than it did.  So some more steps are recorded, ever fewer.
         """
         self._wait = max(self._wait - 1, 0)
+        if self._is_due and not self._wait:
+            self.record_again(1)
         self._checks = max(self._checks - 1, 0)
         self._steps += 1
         if self._steps == self._next_check:
@@ -79,10 +88,12 @@ class Recording:
             self.left = 1
         return is_first
 
-    def learned_program(self, is_first: bool) -> None:
-        """A new program that trains was learned.
+    def learned_program(self, is_first: bool, is_more: bool) -> None:
+        """A new program that trains was learned, or that a known one holds more.
 
-        If two take turns, the other one runs next.
+        If two take turns, the other one runs next.  Eager code may go on to hold more.
         """
         self.left = max(int(is_first), self._checks)
         self.expects_new = is_first
+        if is_more:
+            self.record_again(1)

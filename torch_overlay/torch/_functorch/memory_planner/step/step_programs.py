@@ -206,6 +206,14 @@ class LearnedPrograms:
         slots = slots_of(states)
         return all(slots != slots_of(program.states) for program in self.programs)
 
+    def have_fewer_calls_than(self, states: set[State]) -> bool:
+        """Whether these have a graph, or more of its calls at once, than was recorded.
+
+        Unlike other orders of known calls, that cannot go on for long.
+        """
+        new = slots_of(state for state in states if state.kind != "I")
+        return not new <= slots_of(self.states)
+
     def why_unplanned(self, state: State, is_strict: bool) -> str:
         """What to warn of if a step had this state and no recorded one had it."""
         name, calls = state.name, sum(self.calls.get(state.graph, ()))
