@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 _FORMAT = "plan of a StepBudget"
-_VERSION = 4
+_VERSION = 5
 
 
 class StoredGraph(NamedTuple):

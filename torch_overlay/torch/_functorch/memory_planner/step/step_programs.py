@@ -77,8 +77,9 @@ class StepProgram:
     ) -> dict[frozenset[Held], Bytes]:
         """The moments as they would be with calls of these scales.
 
-        Calls of ``varying`` graphs are all as large as the largest.  If the next step may yet drop the gradients that this one leaves, it does so
-        ``dropped_before`` its first event of this kind.
+        Calls of ``varying`` graphs are all as large as the largest.  If the next step
+        may yet drop the gradients that this one leaves, it does so ``dropped_before``
+        its first event of this kind.
         """
         moments = self.replaced.get(dropped_before, self.moments)
         factors = (scales[n] / own for n, own in self.scales.items() if n in scales)
